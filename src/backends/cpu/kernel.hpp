@@ -1,0 +1,43 @@
+// What a CPU decode kernel is: one row of kernels.inc. The driver (decode.cpp) walks the plan and
+// hands each kernel one fragment of one row at a time; a kernel never sees threads or the plan.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "problem/problem.hpp"
+
+namespace flashmla::cpu {
+
+// Attention of some query rows of one (batch row, key/value head) over a range of its tokens.
+struct Task {
+  std::int32_t row = 0;              // batch row
+  std::int32_t kv_head = 0;          // key/value head
+  std::int32_t query_row_begin = 0;  // inclusive, in the numbering of Problem::query_rows()
+  std::int32_t query_row_end = 0;    // exclusive; at most DecodeKernel::max_query_rows more
+  std::int32_t token_begin = 0;      // inclusive
+  std::int32_t token_end = 0;        // exclusive, at most the row's length
+  // Where the result goes. Null: the row is walked whole, so write Problem::out and Problem::lse
+  // in their dtypes and strides. Otherwise float partial results normalised over this range alone:
+  // partial_out is (query_row_end - query_row_begin, head_dim_v) contiguous, partial_lse is
+  // (query_row_end - query_row_begin). A query row that sees no token of the range has out 0 and
+  // lse +inf in both cases.
+  float* partial_out = nullptr;
+  float* partial_lse = nullptr;
+};
+
+// Rules for every kernel:
+//  - a cached token that a query row does not see never touches that row's result, whatever bits it
+//    holds; tokens at or past token_end are not read at all;
+//  - the result of a query row depends only on the problem and the token range, not on which other
+//    query rows share the task, so that any split over threads gives the same bits;
+//  - no allocation, no global state, nothing thrown; `scratch` is 64-byte aligned, at least
+//    scratch_bytes(problem) long, and holds garbage at entry.
+// Name, instruction set and dtype of a kernel stand in its row of kernels.inc.
+struct DecodeKernel {
+  std::int32_t max_query_rows;
+  std::size_t (*scratch_bytes)(const Problem& problem);
+  void (*decode)(const Problem& problem, const Task& task, std::byte* scratch);
+};
+
+}  // namespace flashmla::cpu
