@@ -1,0 +1,189 @@
+/* flashmla: multi-head latent attention (MLA) over a paged key/value cache, C interface.
+ *
+ * Conventions
+ *  - Every call returns a flashmla_status. On anything but FLASHMLA_OK nothing was written to the
+ *    caller's tensors, and flashmla_last_error() explains, in this thread, until its next call.
+ *  - The caller owns all memory. The library keeps no pointer after a call returns, except that work
+ *    given to a CUDA stream reads and writes its tensors until the stream has passed it.
+ *  - Structs start with their size: zero the struct, then set struct_size = sizeof(struct). Fields
+ *    are only ever added at the end, and a field left zero has its documented default.
+ *  - Shapes and strides are counted in elements. A tensor argument that is optional is absent when
+ *    it is all zero.
+ *  - Every call may be made from several threads at once.
+ *  - Every log-sum-exp is a natural logarithm. */
+#ifndef FLASHMLA_FLASHMLA_H
+#define FLASHMLA_FLASHMLA_H
+
+#include <stddef.h>
+#include <stdint.h>
+
+#include "flashmla/version.h"
+
+#if defined(_WIN32)
+#define FLASHMLA_API
+#else
+#define FLASHMLA_API __attribute__((visibility("default")))
+#endif
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* Pinned values. */
+typedef enum flashmla_status {
+  FLASHMLA_OK = 0,
+  FLASHMLA_INVALID_ARGUMENT = 1, /* an argument is wrong; the message names it */
+  FLASHMLA_UNSUPPORTED = 2,      /* valid, but no kernel here computes it; the message says why */
+  FLASHMLA_OUT_OF_MEMORY = 3,    /* the message says how much was asked for */
+  FLASHMLA_INTERNAL = 4          /* a defect of the library or a failing driver */
+} flashmla_status;
+
+typedef enum flashmla_dtype {
+  FLASHMLA_BFLOAT16 = 1,
+  FLASHMLA_FLOAT16 = 2,
+  FLASHMLA_FLOAT32 = 3,
+  FLASHMLA_INT32 = 4
+} flashmla_dtype;
+
+typedef enum flashmla_device_type { FLASHMLA_CPU = 0, FLASHMLA_CUDA = 1 } flashmla_device_type;
+
+#define FLASHMLA_MAX_RANK 5
+
+/* Borrowed memory seen as a strided array. */
+typedef struct flashmla_tensor {
+  void* data;
+  int32_t dtype; /* flashmla_dtype */
+  int32_t rank;
+  int64_t shape[FLASHMLA_MAX_RANK];
+  int64_t strides[FLASHMLA_MAX_RANK]; /* in elements, non-negative */
+  uint64_t size_bytes; /* bytes that may be touched from data on; 0: unknown, not checked */
+} flashmla_tensor;
+
+/* Threads for CPU work. parallel_for must call body(body_data, i) once for each i in [0, count),
+ * in any order, on any threads, and return when all calls have returned. */
+typedef struct flashmla_executor {
+  size_t struct_size;
+  void* context;       /* handed to parallel_for */
+  int32_t num_threads; /* how many of those calls may run at once; at least 1 */
+  void (*parallel_for)(void* context, int64_t count, void (*body)(void* body_data, int64_t index),
+                       void* body_data);
+} flashmla_executor;
+
+/* --- The plan ---------------------------------------------------------------------------------- */
+
+typedef struct flashmla_plan_args {
+  size_t struct_size;
+  int32_t device_type;  /* flashmla_device_type, of all tensors */
+  int32_t device_index; /* CUDA device number; 0 on the CPU */
+  flashmla_tensor cache_seqlens; /* (batch) int32, in tokens */
+  int64_t num_heads_per_head_k;  /* seq_len_q * num_heads_q / num_heads_k */
+  int64_t num_heads_k;
+  /* Written by flashmla_plan; contiguous. */
+  flashmla_tensor tile_scheduler_metadata; /* (num_sm_parts, 8) int32 */
+  flashmla_tensor num_splits;              /* (batch + 1) int32 */
+  void* stream; /* CUDA stream (cudaStream_t); null: the default stream; ignored on the CPU */
+} flashmla_plan_args;
+
+/* How many parts (rows of tile_scheduler_metadata) suit the device. num_threads is the number of
+ * CPU threads that will run the attention call (0: the OpenMP runtime's number); ignored on a GPU. */
+FLASHMLA_API flashmla_status flashmla_plan_num_parts(int32_t device_type, int32_t device_index,
+                                                     int64_t num_heads_per_head_k,
+                                                     int64_t num_heads_k, int32_t num_threads,
+                                                     int32_t* num_parts);
+
+/* Divides the cached tokens of a batch over the parts. See docs/scheduling.md for the format. */
+FLASHMLA_API flashmla_status flashmla_plan(const flashmla_plan_args* args);
+
+/* --- Attention --------------------------------------------------------------------------------- */
+
+typedef struct flashmla_decode_args {
+  size_t struct_size;
+  int32_t device_type;
+  int32_t device_index;
+  flashmla_tensor q;           /* (batch, seq_len_q, num_heads_q, head_dim) bf16, fp16; fp32: CPU */
+  flashmla_tensor k_cache;     /* (num_blocks, page_block_size, num_heads_k, head_dim), as q */
+  flashmla_tensor block_table; /* (batch, max_num_blocks_per_seq) int32 */
+  flashmla_tensor cache_seqlens; /* (batch) int32 */
+  flashmla_tensor visible_lens;  /* optional (batch, seq_len_q) int32: leading cached tokens that a
+                                    query sees, in place of causal; non-decreasing along seq_len_q */
+  flashmla_tensor tile_scheduler_metadata; /* (num_sm_parts, 8) int32 */
+  flashmla_tensor num_splits;              /* (batch + 1) int32 */
+  flashmla_tensor out;         /* written: (batch, seq_len_q, num_heads_q, head_dim_v), as q */
+  flashmla_tensor softmax_lse; /* written: (batch, num_heads_q, seq_len_q) float32 */
+  int64_t head_dim_v;
+  double softmax_scale;      /* used when has_softmax_scale is set */
+  int32_t has_softmax_scale; /* 0: head_dim ** -0.5 */
+  int32_t causal;            /* nonzero: query t sees tokens j <= length - seq_len_q + t */
+  const char* kernel; /* null: the library chooses; else the name of a kernel to force */
+  void* stream;       /* CUDA stream; ignored on the CPU */
+} flashmla_decode_args;
+
+/* Bytes of workspace that flashmla_decode needs for these arguments. On the CPU it reads the plan,
+ * and num_threads is that of the executor (0: the OpenMP runtime's number). */
+FLASHMLA_API flashmla_status flashmla_decode_workspace_size(const flashmla_decode_args* args,
+                                                            int32_t num_threads,
+                                                            size_t* workspace_bytes);
+
+/* Computes attention. workspace (64-byte aligned on the CPU, 256-byte on a GPU, may be null when no
+ * bytes are needed) is scratch for this call alone. executor null: OpenMP. */
+FLASHMLA_API flashmla_status flashmla_decode(const flashmla_decode_args* args, void* workspace,
+                                             size_t workspace_bytes,
+                                             const flashmla_executor* executor);
+
+/* --- Merge ------------------------------------------------------------------------------------- */
+
+typedef struct flashmla_merge_args {
+  size_t struct_size;
+  int32_t device_type;
+  int32_t device_index;
+  flashmla_tensor outs; /* (parts, batch, seq_len_q, num_heads_q, head_dim_v) bf16, fp16 or fp32 */
+  flashmla_tensor lses; /* (parts, batch, num_heads_q, seq_len_q) float32; +-inf: an empty part */
+  flashmla_tensor out;  /* written: (batch, seq_len_q, num_heads_q, head_dim_v), as outs */
+  flashmla_tensor lse;  /* written: (batch, num_heads_q, seq_len_q) float32 */
+  void* stream;
+} flashmla_merge_args;
+
+/* Merges attention over disjoint sets of tokens into attention over their union. */
+FLASHMLA_API flashmla_status flashmla_merge(const flashmla_merge_args* args,
+                                            const flashmla_executor* executor);
+
+/* --- About the library ------------------------------------------------------------------------- */
+
+/* Message of this thread's last call that did not return FLASHMLA_OK; never null. Valid until this
+ * thread's next call. */
+FLASHMLA_API const char* flashmla_last_error(void);
+
+/* "major.minor.patch". */
+FLASHMLA_API const char* flashmla_version(void);
+
+/* Whether attention runs on a device: FLASHMLA_OK, or FLASHMLA_UNSUPPORTED with a message that names
+ * what was found and what is needed. Creates no CUDA context. */
+FLASHMLA_API flashmla_status flashmla_device_supported(int32_t device_type, int32_t device_index);
+
+/* What the process may use on the CPU, such as "AVX2 AVX512 AVX512_BF16", after FLASHMLA_ISA. The
+ * text is valid until this thread's next call. */
+FLASHMLA_API const char* flashmla_cpu_features(void);
+
+typedef struct flashmla_kernel_info {
+  size_t struct_size;
+  const char* name;            /* what flashmla_decode_args.kernel accepts */
+  const char* instruction_set; /* "avx512", "sm90a", ... */
+  int32_t device_type;
+  int32_t dtype;  /* of q and k_cache */
+  int32_t usable; /* nonzero when this machine can run it now */
+} flashmla_kernel_info;
+
+/* Kernels compiled into the library, in order of preference. */
+FLASHMLA_API int32_t flashmla_num_kernels(void);
+FLASHMLA_API flashmla_status flashmla_kernel_at(int32_t index, flashmla_kernel_info* info);
+
+/* The name of the kernel that flashmla_decode would use, and why those before it decline: lines
+ * "name: reason" in *report. Both texts are valid until this thread's next call. */
+FLASHMLA_API flashmla_status flashmla_explain_selection(const flashmla_decode_args* args,
+                                                        const char** kernel, const char** report);
+
+#ifdef __cplusplus
+}
+#endif
+
+#endif /* FLASHMLA_FLASHMLA_H */
