@@ -3,8 +3,8 @@
  * Conventions
  *  - Every call returns a flashmla_status. On anything but FLASHMLA_OK nothing was written to the
  *    caller's tensors, and flashmla_last_error() explains, in this thread, until its next call.
- *  - The caller owns all memory. The library keeps no pointer after a call returns, except that work
- *    given to a CUDA stream reads and writes its tensors until the stream has passed it.
+ *  - The caller owns all memory. The library keeps no pointer after a call returns, except that
+ * work given to a CUDA stream reads and writes its tensors until the stream has passed it.
  *  - Structs start with their size: zero the struct, then set struct_size = sizeof(struct). Fields
  *    are only ever added at the end, and a field left zero has its documented default.
  *  - Shapes and strides are counted in elements. A tensor argument that is optional is absent when
@@ -69,12 +69,13 @@ typedef struct flashmla_executor {
                        void* body_data);
 } flashmla_executor;
 
-/* --- The plan ---------------------------------------------------------------------------------- */
+/* --- The plan ----------------------------------------------------------------------------------
+ */
 
 typedef struct flashmla_plan_args {
   size_t struct_size;
-  int32_t device_type;  /* flashmla_device_type, of all tensors */
-  int32_t device_index; /* CUDA device number; 0 on the CPU */
+  int32_t device_type;           /* flashmla_device_type, of all tensors */
+  int32_t device_index;          /* CUDA device number; 0 on the CPU */
   flashmla_tensor cache_seqlens; /* (batch) int32, in tokens */
   int64_t num_heads_per_head_k;  /* seq_len_q * num_heads_q / num_heads_k */
   int64_t num_heads_k;
@@ -85,7 +86,8 @@ typedef struct flashmla_plan_args {
 } flashmla_plan_args;
 
 /* How many parts (rows of tile_scheduler_metadata) suit the device. num_threads is the number of
- * CPU threads that will run the attention call (0: the OpenMP runtime's number); ignored on a GPU. */
+ * CPU threads that will run the attention call (0: the OpenMP runtime's number); ignored on a GPU.
+ */
 FLASHMLA_API flashmla_status flashmla_plan_num_parts(int32_t device_type, int32_t device_index,
                                                      int64_t num_heads_per_head_k,
                                                      int64_t num_heads_k, int32_t num_threads,
@@ -94,7 +96,8 @@ FLASHMLA_API flashmla_status flashmla_plan_num_parts(int32_t device_type, int32_
 /* Divides the cached tokens of a batch over the parts. See docs/scheduling.md for the format. */
 FLASHMLA_API flashmla_status flashmla_plan(const flashmla_plan_args* args);
 
-/* --- Attention --------------------------------------------------------------------------------- */
+/* --- Attention ---------------------------------------------------------------------------------
+ */
 
 typedef struct flashmla_decode_args {
   size_t struct_size;
@@ -114,8 +117,8 @@ typedef struct flashmla_decode_args {
   double softmax_scale;      /* used when has_softmax_scale is set */
   int32_t has_softmax_scale; /* 0: head_dim ** -0.5 */
   int32_t causal;            /* nonzero: query t sees tokens j <= length - seq_len_q + t */
-  const char* kernel; /* null: the library chooses; else the name of a kernel to force */
-  void* stream;       /* CUDA stream; ignored on the CPU */
+  const char* kernel;        /* null: the library chooses; else the name of a kernel to force */
+  void* stream;              /* CUDA stream; ignored on the CPU */
 } flashmla_decode_args;
 
 /* Bytes of workspace that flashmla_decode needs for these arguments. On the CPU it reads the plan,
@@ -130,7 +133,8 @@ FLASHMLA_API flashmla_status flashmla_decode(const flashmla_decode_args* args, v
                                              size_t workspace_bytes,
                                              const flashmla_executor* executor);
 
-/* --- Merge ------------------------------------------------------------------------------------- */
+/* --- Merge -------------------------------------------------------------------------------------
+ */
 
 typedef struct flashmla_merge_args {
   size_t struct_size;
@@ -147,7 +151,8 @@ typedef struct flashmla_merge_args {
 FLASHMLA_API flashmla_status flashmla_merge(const flashmla_merge_args* args,
                                             const flashmla_executor* executor);
 
-/* --- About the library ------------------------------------------------------------------------- */
+/* --- About the library -------------------------------------------------------------------------
+ */
 
 /* Message of this thread's last call that did not return FLASHMLA_OK; never null. Valid until this
  * thread's next call. */
@@ -156,8 +161,8 @@ FLASHMLA_API const char* flashmla_last_error(void);
 /* "major.minor.patch". */
 FLASHMLA_API const char* flashmla_version(void);
 
-/* Whether attention runs on a device: FLASHMLA_OK, or FLASHMLA_UNSUPPORTED with a message that names
- * what was found and what is needed. Creates no CUDA context. */
+/* Whether attention runs on a device: FLASHMLA_OK, or FLASHMLA_UNSUPPORTED with a message that
+ * names what was found and what is needed. Creates no CUDA context. */
 FLASHMLA_API flashmla_status flashmla_device_supported(int32_t device_type, int32_t device_index);
 
 /* What the process may use on the CPU, such as "AVX2 AVX512 AVX512_BF16", after FLASHMLA_ISA. The

@@ -16,7 +16,9 @@ struct Float16 {
   std::uint16_t bits;
 };
 
-inline float to_float(float value) { return value; }
+inline float to_float(float value) {
+  return value;
+}
 
 inline float to_float(BFloat16 value) {
   return std::bit_cast<float>(static_cast<std::uint32_t>(value.bits) << 16);
@@ -67,8 +69,7 @@ inline Float16 from_float<Float16>(float value) {
     return {static_cast<std::uint16_t>(sign | (std::bit_cast<std::uint32_t>(aligned) & 0x7ffu))};
   }
   const std::uint32_t rebased = magnitude - ((127u - 15u) << 23);
-  return {
-      static_cast<std::uint16_t>(sign | ((rebased + 0xfffu + ((rebased >> 13) & 1u)) >> 13))};
+  return {static_cast<std::uint16_t>(sign | ((rebased + 0xfffu + ((rebased >> 13) & 1u)) >> 13))};
 }
 
 // The storage type of a floating dtype, and a call with it: visit_float_dtype(dtype, [](auto e) {

@@ -1,0 +1,176 @@
+#include "problem/check.hpp"
+
+#include <algorithm>
+#include <array>
+#include <cstdint>
+#include <limits>
+
+namespace flashmla::problem {
+namespace {
+
+std::string describe(const std::int64_t* values, std::int32_t count) {
+  std::string text = "(";
+  for (std::int32_t i = 0; i < count; ++i) {
+    if (i > 0) text += ", ";
+    text += std::to_string(values[i]);
+  }
+  return text + ")";
+}
+
+std::string describe_strides(const TensorView& tensor) {
+  return describe(tensor.strides, tensor.rank);
+}
+
+bool is_empty(const TensorView& tensor) {
+  return std::any_of(tensor.shape, tensor.shape + tensor.rank,
+                     [](std::int64_t size) { return size == 0; });
+}
+
+}  // namespace
+
+std::string describe_shape(const TensorView& tensor) {
+  return describe(tensor.shape, tensor.rank);
+}
+
+Status check_tensor(const Argument& argument, std::int32_t rank, const char* wanted) {
+  const auto& [name, tensor] = argument;
+  const std::string label(name);
+  if (!tensor.given()) return Status::invalid_argument(label + " is missing; it must be " + wanted);
+  if (tensor.rank != rank) {
+    return Status::invalid_argument(label + " has " + std::to_string(tensor.rank) +
+                                    " dimensions; it must have " + std::to_string(rank) + ": " +
+                                    wanted);
+  }
+  for (std::int32_t i = 0; i < rank; ++i) {
+    if (tensor.shape[i] < 0) {
+      return Status::invalid_argument(label + " has shape " + describe_shape(tensor) +
+                                      "; sizes must not be negative");
+    }
+    if (tensor.strides[i] < 0) {
+      return Status::invalid_argument(label + " has strides " + describe_strides(tensor) +
+                                      "; strides must not be negative");
+    }
+  }
+  if (is_empty(tensor)) return {};
+  // Elements from the first to one past the last.
+  std::int64_t extent = 1;
+  for (std::int32_t i = 0; i < rank; ++i) {
+    std::int64_t step = 0;
+    if (__builtin_mul_overflow(tensor.shape[i] - 1, tensor.strides[i], &step) ||
+        __builtin_add_overflow(extent, step, &extent)) {
+      return Status::invalid_argument(label + " with shape " + describe_shape(tensor) +
+                                      " and strides " + describe_strides(tensor) +
+                                      " spans more memory than 64 bits address");
+    }
+  }
+  std::int64_t bytes = 0;
+  if (__builtin_mul_overflow(extent, element_size(tensor.dtype), &bytes)) {
+    return Status::invalid_argument(label + " with shape " + describe_shape(tensor) +
+                                    " and strides " + describe_strides(tensor) +
+                                    " spans more memory than 64 bits address");
+  }
+  if (tensor.data == nullptr) {
+    return Status::invalid_argument(label + " has shape " + describe_shape(tensor) +
+                                    " but its data pointer is null");
+  }
+  if (reinterpret_cast<std::uintptr_t>(tensor.data) %
+          static_cast<std::uintptr_t>(element_size(tensor.dtype)) !=
+      0) {
+    return Status::invalid_argument(label + " is not aligned to its elements of " +
+                                    std::to_string(element_size(tensor.dtype)) + " bytes");
+  }
+  if (tensor.size_bytes != 0 && static_cast<std::uint64_t>(bytes) > tensor.size_bytes) {
+    return Status::invalid_argument(label + " with shape " + describe_shape(tensor) +
+                                    " and strides " + describe_strides(tensor) + " spans " +
+                                    std::to_string(bytes) + " bytes; its memory holds " +
+                                    std::to_string(tensor.size_bytes));
+  }
+  return {};
+}
+
+Status check_dtype(const Argument& argument, std::initializer_list<DType> accepted) {
+  const auto& [name, tensor] = argument;
+  if (std::find(accepted.begin(), accepted.end(), tensor.dtype) != accepted.end()) return {};
+  std::string text = std::string(name) + " has dtype " + dtype_name(tensor.dtype) + "; it must be ";
+  std::size_t index = 0;
+  for (const DType dtype : accepted) {
+    if (index > 0) text += index + 1 == accepted.size() ? " or " : ", ";
+    text += dtype_name(dtype);
+    ++index;
+  }
+  return Status::invalid_argument(text);
+}
+
+Status check_shape(const Argument& argument, std::initializer_list<std::int64_t> wanted,
+                   const std::string& meaning) {
+  const auto& [name, tensor] = argument;
+  std::int32_t index = 0;
+  bool same = static_cast<std::int32_t>(wanted.size()) == tensor.rank;
+  for (const std::int64_t size : wanted) {
+    same = same && (size < 0 || tensor.shape[index] == size);
+    ++index;
+  }
+  if (same) return {};
+  std::string sizes = "(";
+  index = 0;
+  for (const std::int64_t size : wanted) {
+    if (index++ > 0) sizes += ", ";
+    sizes += size < 0 ? "any" : std::to_string(size);
+  }
+  return Status::invalid_argument(std::string(name) + " has shape " + describe_shape(tensor) +
+                                  "; it must be " + meaning + " = " + sizes + ")");
+}
+
+Status check_last_stride(const Argument& argument) {
+  const auto& [name, tensor] = argument;
+  const std::int32_t last = tensor.rank - 1;
+  if (tensor.shape[last] <= 1 || tensor.strides[last] == 1 || is_empty(tensor)) return {};
+  return Status::invalid_argument(std::string(name) + " has strides " + describe_strides(tensor) +
+                                  "; the last dimension must be contiguous (stride 1), the other "
+                                  "strides are free");
+}
+
+Status check_contiguous(const Argument& argument) {
+  const auto& [name, tensor] = argument;
+  if (is_empty(tensor)) return {};
+  std::int64_t stride = 1;
+  for (std::int32_t i = tensor.rank - 1; i >= 0; --i) {
+    if (tensor.shape[i] != 1 && tensor.strides[i] != stride) {
+      return Status::invalid_argument(std::string(name) + " has strides " +
+                                      describe_strides(tensor) + "; it must be contiguous");
+    }
+    stride *= tensor.shape[i];
+  }
+  return {};
+}
+
+Status check_no_overlap(const Argument& argument) {
+  const auto& [name, tensor] = argument;
+  if (is_empty(tensor)) return {};
+  // From the smallest stride up, each dimension must step over all that the ones before it span.
+  std::array<std::int32_t, kMaxRank> order{};
+  for (std::int32_t i = 0; i < tensor.rank; ++i) order[static_cast<std::size_t>(i)] = i;
+  std::sort(order.begin(), order.begin() + tensor.rank,
+            [&](std::int32_t a, std::int32_t b) { return tensor.strides[a] < tensor.strides[b]; });
+  std::int64_t span = 1;
+  for (std::int32_t i = 0; i < tensor.rank; ++i) {
+    const std::int32_t dimension = order[static_cast<std::size_t>(i)];
+    if (tensor.shape[dimension] == 1) continue;
+    if (tensor.strides[dimension] < span) {
+      return Status::invalid_argument(std::string(name) + " has shape " + describe_shape(tensor) +
+                                      " and strides " + describe_strides(tensor) +
+                                      "; it is written, so its elements must not share memory");
+    }
+    span += (tensor.shape[dimension] - 1) * tensor.strides[dimension];
+  }
+  return {};
+}
+
+Status check_int32(const char* name, std::int64_t value, std::int64_t least) {
+  if (value >= least && value <= std::numeric_limits<std::int32_t>::max()) return {};
+  return Status::invalid_argument(std::string(name) + " is " + std::to_string(value) +
+                                  "; it must be between " + std::to_string(least) + " and " +
+                                  std::to_string(std::numeric_limits<std::int32_t>::max()));
+}
+
+}  // namespace flashmla::problem

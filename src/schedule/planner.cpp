@@ -1,0 +1,76 @@
+#include "schedule/planner.hpp"
+
+namespace flashmla::schedule {
+namespace {
+
+// A place between two blocks: `block` blocks of `row` lie before it, and all of the rows before.
+struct Cut {
+  std::int32_t row;
+  std::int32_t block;
+  std::int32_t split;          // parts that walk blocks of `row` before this cut
+  std::int32_t blocks_before;  // blocks of row - 1, which a part that ends here at block 0 walks
+};
+
+void write_part(std::int32_t* fields, const Cut& begin, const Cut& end) {
+  for (std::int32_t field = 0; field < kPlanRowFields; ++field) fields[field] = 0;
+  if (begin.row == end.row && begin.block == end.block) {
+    fields[0] = -1;
+    return;
+  }
+  fields[0] = begin.row;
+  fields[1] = begin.block;
+  fields[2] = end.block > 0 ? end.row : end.row - 1;
+  fields[3] = end.block > 0 ? end.block : end.blocks_before;
+  fields[4] = begin.split;
+}
+
+}  // namespace
+
+void plan_on_host(const PlanProblem& problem, std::int32_t row_start_units) {
+  const auto length = [&](std::int32_t row) {
+    return problem.cache_seqlens[row * problem.cache_seqlens_stride];
+  };
+  std::int64_t total = 0;
+  for (std::int32_t row = 0; row < problem.batch; ++row) {
+    total += row_cost(length(row), row_start_units);
+  }
+  const std::int64_t payload = payload_units(total, problem.num_parts, row_start_units);
+
+  Cut begin{0, 0, 0, 0};
+  std::int32_t part = 0;  // the part that `begin` opens
+  std::int64_t offset = 0;
+  std::int32_t splits_before = 0;
+  problem.num_splits[0] = 0;
+  for (std::int32_t row = 0; row < problem.batch; ++row) {
+    const std::int32_t blocks = blocks_of_length(length(row));
+    const std::int64_t row_end = offset + row_cost(length(row), row_start_units);
+    // The cuts in (offset, row_end]: those at the offset itself ended the row before.
+    for (; part + 1 <= problem.num_parts && (part + 1) * payload <= row_end; ++part) {
+      const std::int64_t inside = (part + 1) * payload - offset;
+      const std::int32_t block = block_of_cut(inside, row_start_units);
+      Cut end{row, block, 0, 0};
+      if (block >= blocks) {
+        end = {row + 1, 0, 0, blocks};
+      } else if (block > 0) {
+        end.split = split_of_part(part + 1, offset, payload, row_start_units);
+      } else {
+        // A cut in the start of a row leaves the row to the next part.
+        end.blocks_before = row > 0 ? blocks_of_length(length(row - 1)) : 0;
+      }
+      write_part(problem.plan_rows + static_cast<std::int64_t>(part) * kPlanRowFields, begin, end);
+      begin = end;
+    }
+    splits_before += splits_of_row(offset, blocks, payload, row_start_units);
+    problem.num_splits[row + 1] = splits_before;
+    offset = row_end;
+  }
+  const std::int32_t last_blocks =
+      problem.batch > 0 ? blocks_of_length(length(problem.batch - 1)) : 0;
+  const Cut end{problem.batch, 0, 0, last_blocks};
+  for (; part < problem.num_parts; ++part) {
+    write_part(problem.plan_rows + static_cast<std::int64_t>(part) * kPlanRowFields, begin, end);
+    begin = end;
+  }
+}
+
+}  // namespace flashmla::schedule
