@@ -1,7 +1,7 @@
-// Declares every kernel of kernels.inc and lists them in order of preference.
+// Declares every kernel of kernels.inc.
 #pragma once
 
-#include <span>
+#include <cstdint>
 
 #include "backends/cpu/kernel.hpp"
 
@@ -12,7 +12,7 @@ namespace flashmla::cpu {
 #include "backends/cpu/kernels.inc"
 #undef FLASHMLA_CPU_KERNEL
 
-// Kernels compiled into this library, best first.
-std::span<const DecodeKernel* const> decode_kernels();
+// The kernel in line `index` of kernels.inc (KernelRow::index).
+const DecodeKernel& decode_kernel(std::int32_t index);
 
 }  // namespace flashmla::cpu

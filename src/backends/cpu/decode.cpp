@@ -1,0 +1,235 @@
+#include "backends/cpu/decode.hpp"
+
+#include <algorithm>
+#include <atomic>
+#include <string>
+
+#include "backends/cpu/query_row.hpp"
+#include "combine/merge.hpp"
+#include "kv/scalar.hpp"
+
+namespace flashmla::cpu {
+namespace {
+
+constexpr std::size_t kAlignment = 64;
+
+// The parallel work of a call: every part, times key/value heads, times groups of query rows that a
+// kernel takes at once. Items are independent, so who runs which changes no bit.
+struct WorkItems {
+  std::int32_t num_parts;
+  std::int32_t num_kv_heads;
+  std::int32_t num_row_groups;
+  std::int32_t rows_per_group;
+
+  std::int64_t count() const { return std::int64_t{num_parts} * num_kv_heads * num_row_groups; }
+};
+
+WorkItems work_items(const Problem& problem, const DecodeKernel& kernel) {
+  const std::int32_t rows = problem.query_rows();
+  const std::int32_t groups = (rows - 1) / kernel.max_query_rows + 1;
+  return {problem.num_parts, problem.num_heads_k, groups, (rows - 1) / groups + 1};
+}
+
+// One work item: the part's walk, for one key/value head and one group of query rows.
+class ItemWalk {
+ public:
+  ItemWalk(const Problem& problem, const DecodeKernel& kernel, const schedule::Schedule& schedule,
+           const WorkspaceLayout& layout, std::byte* workspace)
+      : problem_(problem),
+        kernel_(kernel),
+        schedule_(schedule),
+        items_(work_items(problem, kernel)),
+        partial_outs_(reinterpret_cast<float*>(workspace + layout.partial_outs)),
+        partial_lses_(reinterpret_cast<float*>(workspace + layout.partial_lses)) {}
+
+  std::int64_t count() const { return items_.count(); }
+
+  void run(std::int64_t item, std::byte* scratch) const {
+    Task task;
+    const std::int64_t group = item % items_.num_row_groups;
+    task.kv_head = static_cast<std::int32_t>(item / items_.num_row_groups % items_.num_kv_heads);
+    task.query_row_begin = static_cast<std::int32_t>(group * items_.rows_per_group);
+    task.query_row_end =
+        std::min(problem_.query_rows(), task.query_row_begin + items_.rows_per_group);
+    const schedule::Walk& walk =
+        schedule_
+            .walks[static_cast<std::size_t>(item / items_.num_row_groups / items_.num_kv_heads)];
+    if (walk.begin_row < 0 || task.query_row_begin >= task.query_row_end) return;
+    for (std::int32_t row = walk.begin_row; row <= walk.end_row; ++row) {
+      run_row(walk, row, task, scratch);
+    }
+  }
+
+ private:
+  void run_row(const schedule::Walk& walk, std::int32_t row, Task task, std::byte* scratch) const {
+    const std::int32_t length = problem_.row_length(row);
+    const std::int32_t fragment = row == walk.begin_row ? walk.begin_fragment
+                                  : row == walk.end_row ? walk.end_fragment
+                                                        : -1;
+    task.row = row;
+    if (fragment >= 0) {
+      const schedule::Fragment& share = schedule_.fragments[static_cast<std::size_t>(fragment)];
+      task.token_begin = share.block_begin * kBlockTokens;
+      task.token_end = static_cast<std::int32_t>(
+          std::min<std::int64_t>(length, std::int64_t{share.block_end} * kBlockTokens));
+      const std::int64_t first_row =
+          (std::int64_t{fragment} * problem_.num_heads_k + task.kv_head) * problem_.query_rows() +
+          task.query_row_begin;
+      task.partial_out = partial_outs_ + first_row * problem_.head_dim_v;
+      task.partial_lse = partial_lses_ + first_row;
+      kernel_.decode(problem_, task, scratch);
+      return;
+    }
+    const std::int32_t begin = row == walk.begin_row ? walk.begin_block : 0;
+    const std::int64_t end =
+        row == walk.end_row ? std::int64_t{walk.end_block} * kBlockTokens : std::int64_t{length};
+    // No fragment and not whole: the part has nothing of this row.
+    if (begin != 0 || end < length) return;
+    task.token_begin = 0;
+    task.token_end = length;
+    kernel_.decode(problem_, task, scratch);
+  }
+
+  const Problem& problem_;
+  const DecodeKernel& kernel_;
+  const schedule::Schedule& schedule_;
+  WorkItems items_;
+  float* partial_outs_;
+  float* partial_lses_;
+};
+
+// Appends areas to a layout, each aligned, with the overflow remembered.
+class Areas {
+ public:
+  std::size_t add(std::size_t count, std::size_t bytes_each) {
+    std::size_t bytes = 0;
+    overflow_ |= __builtin_mul_overflow(count, bytes_each, &bytes);
+    overflow_ |= __builtin_add_overflow(bytes, kAlignment - 1, &bytes);
+    const std::size_t begin = end_;
+    overflow_ |= __builtin_add_overflow(end_, bytes / kAlignment * kAlignment, &end_);
+    return begin;
+  }
+  std::size_t end() const { return end_; }
+  bool overflow() const { return overflow_; }
+
+ private:
+  std::size_t end_ = 0;
+  bool overflow_ = false;
+};
+
+template <class Element>
+void merge_typed(const MergeProblem& problem, const Executor& executor) {
+  const Element* outs = static_cast<const Element*>(problem.outs);
+  Element* out = static_cast<Element*>(problem.out);
+  const std::int64_t queries = std::int64_t{problem.batch} * problem.seq_len_q;
+  const std::int64_t num_tasks =
+      std::min<std::int64_t>(queries * problem.num_heads_q, executor.num_threads);
+  executor.run(num_tasks, [&](std::int64_t task) {
+    const std::int64_t total = queries * problem.num_heads_q;
+    const std::int64_t end = total / num_tasks * (task + 1) + std::min(task + 1, total % num_tasks);
+    const std::int64_t begin = total / num_tasks * task + std::min(task, total % num_tasks);
+    for (std::int64_t index = begin; index < end; ++index) {
+      const std::int64_t head = index % problem.num_heads_q;
+      const std::int64_t t = index / problem.num_heads_q % problem.seq_len_q;
+      const std::int64_t row = index / problem.num_heads_q / problem.seq_len_q;
+      const std::int64_t* ls = problem.lses_strides;
+      const std::int64_t* os = problem.outs_strides;
+      const float* lse_first = problem.lses + row * ls[1] + head * ls[2] + t * ls[3];
+      const Element* out_first = outs + row * os[1] + t * os[2] + head * os[3];
+      problem.lse[row * problem.lse_strides[0] + head * problem.lse_strides[1] +
+                  t * problem.lse_strides[2]] =
+          combine::merge_row<Element>(
+              problem.num_parts, [&](std::int64_t part) { return lse_first[part * ls[0]]; },
+              [&](std::int64_t part) { return out_first + part * os[0]; }, problem.head_dim_v,
+              out + row * problem.out_strides[0] + t * problem.out_strides[1] +
+                  head * problem.out_strides[2]);
+    }
+  });
+}
+
+}  // namespace
+
+Result<WorkspaceLayout> lay_out_workspace(const Problem& problem, const DecodeKernel& kernel,
+                                          std::int32_t num_threads) {
+  WorkspaceLayout layout;
+  layout.num_fragments = schedule::count_fragments(problem);
+  layout.num_workers = static_cast<std::int32_t>(
+      std::min<std::int64_t>(std::max(1, num_threads), work_items(problem, kernel).count()));
+  const auto fragments = static_cast<std::size_t>(layout.num_fragments);
+  const auto partial_rows = static_cast<std::size_t>(problem.num_heads_k) *
+                            static_cast<std::size_t>(problem.query_rows());
+  std::size_t partials = 0;
+  const bool too_many = __builtin_mul_overflow(fragments, partial_rows, &partials);
+
+  Areas areas;
+  layout.schedule = areas.add(1, schedule::resolve_bytes(problem, layout.num_fragments));
+  layout.partial_outs =
+      areas.add(partials, static_cast<std::size_t>(problem.head_dim_v) * sizeof(float));
+  layout.partial_lses = areas.add(partials, sizeof(float));
+  layout.scratch_stride =
+      (kernel.scratch_bytes(problem) + kAlignment - 1) / kAlignment * kAlignment;
+  layout.scratch = areas.add(static_cast<std::size_t>(layout.num_workers), layout.scratch_stride);
+  layout.total_bytes = areas.end();
+  if (too_many || areas.overflow()) {
+    return Status(StatusCode::kOutOfMemory, "the workspace of " +
+                                                std::to_string(layout.num_fragments) +
+                                                " partial results is larger than 64 bits count");
+  }
+  return layout;
+}
+
+void launch(const Problem& problem, const DecodeKernel& kernel, const schedule::Schedule& schedule,
+            const WorkspaceLayout& layout, std::byte* workspace, const Executor& executor) {
+  const ItemWalk walk(problem, kernel, schedule, layout, workspace);
+  const std::int64_t count = walk.count();
+  std::atomic<std::int64_t> next{0};
+  executor.run(layout.num_workers, [&](std::int64_t worker) {
+    std::byte* scratch =
+        workspace + layout.scratch + static_cast<std::size_t>(worker) * layout.scratch_stride;
+    for (std::int64_t item = next.fetch_add(1, std::memory_order_relaxed); item < count;
+         item = next.fetch_add(1, std::memory_order_relaxed)) {
+      walk.run(item, scratch);
+    }
+  });
+}
+
+void combine(const Problem& problem, const schedule::Schedule& schedule,
+             const WorkspaceLayout& layout, const std::byte* workspace, const Executor& executor) {
+  const std::span<const schedule::Fragment> fragments = schedule.fragments;
+  if (fragments.empty()) return;
+  const float* outs = reinterpret_cast<const float*>(workspace + layout.partial_outs);
+  const float* lses = reinterpret_cast<const float*>(workspace + layout.partial_lses);
+  const std::int64_t rows = std::int64_t{problem.num_heads_k} * problem.query_rows();
+
+  const auto merge_rows = [&](std::int64_t worker, std::int64_t num_workers) {
+    for (std::size_t first = 0; first < fragments.size();) {
+      std::size_t end = first;
+      while (end < fragments.size() && fragments[end].row == fragments[first].row) ++end;
+      const auto base = static_cast<std::int64_t>(first);
+      for (std::int64_t r = worker; r < rows; r += num_workers) {
+        const QueryRow query =
+            query_row(problem, static_cast<std::int32_t>(r / problem.query_rows()),
+                      static_cast<std::int32_t>(r % problem.query_rows()));
+        visit_float_dtype(problem.dtype, [&](auto element) {
+          using Element = decltype(element);
+          lse_of(problem, fragments[first].row, query) = combine::merge_row<float>(
+              static_cast<std::int64_t>(end - first),
+              [&](std::int64_t i) { return lses[(base + i) * rows + r]; },
+              [&](std::int64_t i) { return outs + ((base + i) * rows + r) * problem.head_dim_v; },
+              problem.head_dim_v, out_of<Element>(problem, fragments[first].row, query));
+        });
+      }
+      first = end;
+    }
+  };
+  const std::int64_t workers = std::min<std::int64_t>(layout.num_workers, rows);
+  executor.run(workers, [&](std::int64_t worker) { merge_rows(worker, workers); });
+}
+
+void merge(const MergeProblem& problem, const Executor& executor) {
+  if (problem.batch == 0 || problem.seq_len_q == 0 || problem.num_heads_q == 0) return;
+  visit_float_dtype(problem.dtype,
+                    [&](auto element) { merge_typed<decltype(element)>(problem, executor); });
+}
+
+}  // namespace flashmla::cpu

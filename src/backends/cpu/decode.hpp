@@ -1,0 +1,43 @@
+// The CPU backend: threads over a plan's walks, one kernel call a fragment, merge of shared rows.
+#pragma once
+
+#include <cstddef>
+
+#include "backends/cpu/executor.hpp"
+#include "backends/cpu/kernel.hpp"
+#include "flashmla/status.hpp"
+#include "problem/problem.hpp"
+#include "schedule/resolve.hpp"
+
+namespace flashmla::cpu {
+
+// Where everything lies in the workspace; offsets in bytes from its start, which is 64-byte
+// aligned.
+struct WorkspaceLayout {
+  std::int64_t num_fragments = 0;
+  std::int32_t num_workers = 0;
+  std::size_t schedule = 0;      // what resolve() fills
+  std::size_t partial_outs = 0;  // float (num_fragments, num_heads_k, query_rows, head_dim_v)
+  std::size_t partial_lses = 0;  // float (num_fragments, num_heads_k, query_rows)
+  std::size_t scratch = 0;       // num_workers areas of scratch_stride bytes
+  std::size_t scratch_stride = 0;
+  std::size_t total_bytes = 0;
+};
+
+// One body for "how many bytes" and "where": the size cannot drift from its use. Fails when 64 bits
+// cannot count the bytes.
+Result<WorkspaceLayout> lay_out_workspace(const Problem& problem, const DecodeKernel& kernel,
+                                          std::int32_t num_threads);
+
+// Runs the kernel over every walk. Rows walked whole are written; the others leave partial results.
+void launch(const Problem& problem, const DecodeKernel& kernel, const schedule::Schedule& schedule,
+            const WorkspaceLayout& layout, std::byte* workspace, const Executor& executor);
+
+// Merges the partial results of the rows that several parts walked.
+void combine(const Problem& problem, const schedule::Schedule& schedule,
+             const WorkspaceLayout& layout, const std::byte* workspace, const Executor& executor);
+
+// merge_attention_states.
+void merge(const MergeProblem& problem, const Executor& executor);
+
+}  // namespace flashmla::cpu

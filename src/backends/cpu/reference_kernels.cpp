@@ -1,0 +1,54 @@
+// The reference as the last candidate of the selection: any instruction set, any dtype.
+#include <algorithm>
+#include <new>
+
+#include "backends/cpu/kernels.hpp"
+#include "backends/cpu/query_row.hpp"
+#include "backends/reference/attention.hpp"
+
+namespace flashmla::cpu {
+namespace {
+
+std::size_t scratch_bytes(const Problem& problem) {
+  return static_cast<std::size_t>(problem.head_dim_v) * sizeof(double);
+}
+
+template <class Element>
+void decode(const Problem& problem, const Task& task, std::byte* scratch) {
+  double* sums = new (scratch) double[static_cast<std::size_t>(problem.head_dim_v)];
+  for (std::int32_t r = task.query_row_begin; r < task.query_row_end; ++r) {
+    const QueryRow query = query_row(problem, task.kv_head, r);
+    const std::int32_t end =
+        std::min(task.token_end, problem.visible_tokens(task.row, query.token));
+    const double lse = reference::attend(
+        problem, q_of<Element>(problem, task.row, query), task.token_begin, end,
+        [&](std::int32_t token) {
+          return cached_token<Element>(problem, task.row, task.kv_head, token);
+        },
+        sums);
+    const std::int64_t index = r - task.query_row_begin;
+    const auto write = [&](auto* out) {
+      using Out = std::remove_pointer_t<decltype(out)>;
+      for (std::int32_t c = 0; c < problem.head_dim_v; ++c) {
+        out[c] = from_float<Out>(static_cast<float>(sums[c]));
+      }
+    };
+    if (task.partial_out != nullptr) {
+      write(task.partial_out + index * problem.head_dim_v);
+      task.partial_lse[index] = static_cast<float>(lse);
+    } else {
+      write(out_of<Element>(problem, task.row, query));
+      lse_of(problem, task.row, query) = static_cast<float>(lse);
+    }
+  }
+}
+
+constexpr std::int32_t kMaxQueryRows = 64;
+
+}  // namespace
+
+const DecodeKernel kReferenceBf16{kMaxQueryRows, scratch_bytes, decode<BFloat16>};
+const DecodeKernel kReferenceFp16{kMaxQueryRows, scratch_bytes, decode<Float16>};
+const DecodeKernel kReferenceFp32{kMaxQueryRows, scratch_bytes, decode<float>};
+
+}  // namespace flashmla::cpu

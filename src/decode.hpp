@@ -1,0 +1,35 @@
+// The library's calls on checked types of its own: what the C ABI translates to. Internal.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "backends/cpu/executor.hpp"
+#include "flashmla/status.hpp"
+#include "problem/request.hpp"
+
+namespace flashmla {
+
+// What a call runs on. The executor is for the CPU, the stream (a cudaStream_t) for a GPU.
+struct Execution {
+  cpu::Executor executor;
+  void* stream = nullptr;
+};
+
+// OK, or what was found and what is needed.
+Status device_supported(const Device& device);
+
+// Rows of tile_scheduler_metadata that suit a device; num_threads (at least 1) counts on the CPU.
+Result<std::int32_t> plan_num_parts(const Device& device, std::int64_t num_heads_per_head_k,
+                                    std::int64_t num_heads_k, std::int32_t num_threads);
+
+Status plan(const PlanRequest& request, const Execution& execution);
+
+Result<std::size_t> decode_workspace_size(const DecodeRequest& request, std::int32_t num_threads);
+
+Status decode(const DecodeRequest& request, std::byte* workspace, std::size_t workspace_bytes,
+              const Execution& execution);
+
+Status merge(const MergeRequest& request, const Execution& execution);
+
+}  // namespace flashmla

@@ -1,0 +1,50 @@
+// Which kernel computes a problem: the first row of the manifests that does not decline.
+#pragma once
+
+#include <cstdint>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "flashmla/status.hpp"
+#include "problem/problem.hpp"
+#include "select/cpu_features.hpp"
+
+namespace flashmla::select {
+
+// One line of a backend's kernels.inc.
+struct KernelRow {
+  std::string_view name;
+  const char* instruction_set;
+  DeviceType device;
+  DType dtype;
+  CpuFeatures required;
+  std::int32_t index;  // line in its backend's manifest
+};
+
+// All manifests compiled into this library, in order of preference.
+std::span<const KernelRow> kernel_rows();
+
+// What a decision may depend on besides the problem; a plain value, so that tests fake it.
+struct DeviceFacts {
+  CpuFeatures cpu_features = 0;
+};
+
+// This process's facts: FLASHMLA_ISA is read here.
+Result<DeviceFacts> device_facts();
+
+// Whether this machine can run the kernel at all, for some problem.
+bool is_usable(const KernelRow& row, const DeviceFacts& facts);
+
+// Why a row declines; empty when it accepts.
+std::string decline_reason(const KernelRow& row, const Problem& problem, const DeviceFacts& facts);
+
+// The first row that accepts or, when `forced` is not empty, the row of that name if it accepts.
+// Fails naming the kernels and their reasons.
+Result<const KernelRow*> select_kernel(const Problem& problem, const DeviceFacts& facts,
+                                       std::string_view forced);
+
+// "name: reason" lines for every row that declines and stands before `chosen`.
+std::string explain(const Problem& problem, const DeviceFacts& facts, const KernelRow* chosen);
+
+}  // namespace flashmla::select
