@@ -148,20 +148,21 @@ Status check_no_overlap(const Argument& argument) {
   const auto& [name, tensor] = argument;
   if (is_empty(tensor)) return {};
   // From the smallest stride up, each dimension must step over all that the ones before it span.
-  std::array<std::int32_t, kMaxRank> order{};
-  for (std::int32_t i = 0; i < tensor.rank; ++i) order[static_cast<std::size_t>(i)] = i;
-  std::sort(order.begin(), order.begin() + tensor.rank,
-            [&](std::int32_t a, std::int32_t b) { return tensor.strides[a] < tensor.strides[b]; });
+  std::array<bool, kMaxRank> done{};
   std::int64_t span = 1;
-  for (std::int32_t i = 0; i < tensor.rank; ++i) {
-    const std::int32_t dimension = order[static_cast<std::size_t>(i)];
-    if (tensor.shape[dimension] == 1) continue;
-    if (tensor.strides[dimension] < span) {
+  for (std::int32_t round = 0; round < tensor.rank; ++round) {
+    std::int32_t next = -1;
+    for (std::int32_t i = 0; i < tensor.rank; ++i) {
+      if (!done[i] && (next < 0 || tensor.strides[i] < tensor.strides[next])) next = i;
+    }
+    done[next] = true;
+    if (tensor.shape[next] == 1) continue;
+    if (tensor.strides[next] < span) {
       return Status::invalid_argument(std::string(name) + " has shape " + describe_shape(tensor) +
                                       " and strides " + describe_strides(tensor) +
                                       "; it is written, so its elements must not share memory");
     }
-    span += (tensor.shape[dimension] - 1) * tensor.strides[dimension];
+    span += (tensor.shape[next] - 1) * tensor.strides[next];
   }
   return {};
 }
