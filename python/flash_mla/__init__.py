@@ -1,0 +1,103 @@
+"""The calls of the open-source `flash_mla` package, computed by flashmla.
+
+For programs that import that name; new ones should import `flashmla`. Do not install this beside the
+original: both provide the module `flash_mla`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+import flashmla
+
+__all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
+
+
+@dataclass
+class FlashMLASchedMeta:
+    """A plan that the first call makes from its lengths; later calls of the step reuse it."""
+
+    tile_scheduler_metadata: torch.Tensor | None = None
+    num_splits: torch.Tensor | None = None
+    shape: tuple[int, int, int, int] | None = None  # batch, seq_len_q, num_heads_q, num_heads_k
+
+    def plan_for(
+        self, q: torch.Tensor, k_cache: torch.Tensor, cache_seqlens: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        shape = (q.shape[0], q.shape[1], q.shape[2], k_cache.shape[2])
+        if self.shape is None:
+            self.tile_scheduler_metadata, self.num_splits = flashmla.get_mla_metadata(
+                cache_seqlens, shape[1] * shape[2] // shape[3], shape[3]
+            )
+            self.shape = shape
+        elif self.shape != shape:
+            raise RuntimeError(
+                f"tile_scheduler_metadata was planned for (batch, seq_len_q, num_heads_q, "
+                f"num_heads_k) = {self.shape}, this call has {shape}; get a new one for each "
+                "decoding step"
+            )
+        return self.tile_scheduler_metadata, self.num_splits
+
+
+def get_mla_metadata(*args, **kwargs):
+    """A plan to be made at the first attention call.
+
+    Without arguments returns `(FlashMLASchedMeta(), None)`. With the arguments of
+    `flashmla.get_mla_metadata` returns that function's two tensors, as older releases did.
+    """
+    if not args and not kwargs:
+        return FlashMLASchedMeta(), None
+    return flashmla.get_mla_metadata(*args, **kwargs)
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor | None,
+    cache_seqlens: torch.Tensor | None,
+    head_dim_v: int,
+    tile_scheduler_metadata: FlashMLASchedMeta | torch.Tensor,
+    num_splits: torch.Tensor | None = None,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    is_fp8_kvcache: bool = False,
+    indices: torch.Tensor | None = None,
+    attn_sink: torch.Tensor | None = None,
+    extra_k_cache: torch.Tensor | None = None,
+    extra_indices_in_kvcache: torch.Tensor | None = None,
+    topk_length: torch.Tensor | None = None,
+    extra_topk_length: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`flashmla.flash_mla_with_kvcache` with the newer package's arguments.
+
+    Shapes, dtypes and results are documented there.
+
+    Raises:
+        NotImplementedError: an argument of a format that flashmla does not compute yet; it is named.
+        RuntimeError: a plan that was made for another batch, query length or number of heads, or what
+            `flashmla.flash_mla_with_kvcache` raises.
+    """
+    later = {
+        "is_fp8_kvcache": is_fp8_kvcache or None,
+        "indices": indices,
+        "attn_sink": attn_sink,
+        "extra_k_cache": extra_k_cache,
+        "extra_indices_in_kvcache": extra_indices_in_kvcache,
+        "topk_length": topk_length,
+        "extra_topk_length": extra_topk_length,
+    }
+    for name, value in later.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not supported by flashmla yet; leave it out")
+    for name, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
+        if value is None:
+            raise RuntimeError(f"{name} is None; attention over a dense cache needs it")
+    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
+        plan = tile_scheduler_metadata.plan_for(q, k_cache, cache_seqlens)
+    else:
+        plan = (tile_scheduler_metadata, num_splits)
+    return flashmla.flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, softmax_scale, causal
+    )

@@ -1,0 +1,31 @@
+"""Multi-head latent attention (MLA) over a paged key/value cache.
+
+    metadata, num_splits = get_mla_metadata(cache_seqlens, seq_len_q * num_heads_q, 1)
+    out, lse = flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, 512, metadata, num_splits, causal=True
+    )
+"""
+
+from flashmla import _library
+from flashmla.attention import (
+    flash_mla_with_kvcache,
+    get_mla_metadata,
+    is_flashmla_supported,
+    merge_attention_states,
+)
+
+_flashmla_C_AVAILABLE = _library.LOAD_ERROR is None
+
+if _flashmla_C_AVAILABLE:
+    from flashmla import _fakes
+
+    _fakes.register("flashmla")
+    if _library.register_vllm_names():
+        _fakes.register("_flashmla_C")
+
+__all__ = [
+    "flash_mla_with_kvcache",
+    "get_mla_metadata",
+    "is_flashmla_supported",
+    "merge_attention_states",
+]

@@ -1,0 +1,193 @@
+"""The public functions: plan, attention, merge."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from flashmla import _library
+
+
+def is_flashmla_supported(
+    device: torch.device | str | int | None = None,
+) -> tuple[bool, str | None]:
+    """Whether attention runs on a device.
+
+    Args:
+        device: a torch device; by default the current CUDA device where there is one, else the CPU.
+
+    Returns:
+        `(True, None)`, or `(False, reason)` where the reason names what was found and what is needed.
+        Starts no CUDA context.
+    """
+    if _library.LOAD_ERROR is not None:
+        return False, _library.LOAD_ERROR
+    if device is None:
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+    where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
+    if where.type == "cuda" and where.index is None and torch.cuda.is_initialized():
+        where = torch.device("cuda", torch.cuda.current_device())
+    reason = _library.device_error(where)
+    return reason is None, reason
+
+
+def get_mla_metadata(
+    cache_seqlens: torch.Tensor,
+    num_heads_per_head_k: int,
+    num_heads_k: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Divides the cached tokens of a batch over the device's workers.
+
+    Call it once a decoding step; every layer of the step uses the result.
+
+    Args:
+        cache_seqlens: (batch) int32, cached tokens of each row, 0 allowed.
+        num_heads_per_head_k: seq_len_q * num_heads_q // num_heads_k.
+        num_heads_k: key/value heads.
+
+    Returns:
+        tile_scheduler_metadata: (num_sm_parts, 8) int32.
+        num_splits: (batch + 1) int32. docs/scheduling.md describes both and how to write them by hand.
+
+    Raises:
+        RuntimeError: a wrong dtype, shape or value, or no support on the device.
+    """
+    _library.library()
+    return torch.ops.flashmla.get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k)
+
+
+def flash_mla_with_kvcache(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    head_dim_v: int,
+    tile_scheduler_metadata: torch.Tensor,
+    num_splits: torch.Tensor,
+    softmax_scale: float | None = None,
+    causal: bool = False,
+    *,
+    visible_lens: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    softmax_lse: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Multi-head latent attention of a decoding step over a paged cache, in absorbed form.
+
+    Each cached vector is key (all of it) and value (its first `head_dim_v` components), as in the
+    DeepSeek-V2 report (arXiv:2405.04434). For query token t and head h of batch row i:
+
+        score_j = softmax_scale * dot(q[i, t, h], k_j)     for the row's cached tokens j
+        lse     = log(sum over visible j of exp(score_j))  natural logarithm
+        out     = sum over visible j of exp(score_j - lse) * k_j[:head_dim_v]
+
+    Args:
+        q: (batch, seq_len_q, num_heads_q, head_dim), bfloat16 or float16; float32 on the CPU.
+        k_cache: (num_blocks, page_block_size, num_heads_k, head_dim), dtype of q. Token j of row i is
+            `k_cache[block_table[i, j // page_block_size], j % page_block_size]`.
+        block_table: (batch, max_num_blocks_per_seq) int32. Entries past a row's last page may hold
+            anything.
+        cache_seqlens: (batch) int32, cached tokens of each row.
+        head_dim_v: components of a value.
+        tile_scheduler_metadata: (num_sm_parts, 8) int32, from `get_mla_metadata`.
+        num_splits: (batch + 1) int32, from `get_mla_metadata`.
+        softmax_scale: default head_dim ** -0.5 (576: 0.0416667). A model's own scale is usually
+            another: DeepSeek-V3 with YaRN factor 40 uses 192 ** -0.5 * 1.873854 = 0.135233779.
+        causal: query t sees the tokens j <= cache_seqlens[i] - seq_len_q + t.
+        visible_lens: optional (batch, seq_len_q) int32, in place of `causal`: how many leading cached
+            tokens each query sees. Non-decreasing along seq_len_q, at most the row's length.
+        out: optional preallocated result, any strides but the last.
+        softmax_lse: optional preallocated result, any strides.
+
+        q, k_cache and block_table may be strided (the last dimension of q and k_cache contiguous).
+
+    Returns:
+        out: (batch, seq_len_q, num_heads_q, head_dim_v), dtype of q.
+        softmax_lse: (batch, num_heads_q, seq_len_q) float32. A query that sees no token has out 0 and
+        lse +inf. A row that no part of the plan walks keeps what its outputs held.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype, device, stride or (on the CPU) value; the message names the
+            argument, what it was and what is accepted, and nothing is written. Also where gradients
+            are asked for: this is inference only.
+    """
+    _library.library()
+    tensors = {
+        "k_cache": k_cache,
+        "block_table": block_table,
+        "cache_seqlens": cache_seqlens,
+        "tile_scheduler_metadata": tile_scheduler_metadata,
+        "num_splits": num_splits,
+        "visible_lens": visible_lens,
+        "out": out,
+        "softmax_lse": softmax_lse,
+    }
+    _check_device(q, tensors)
+    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad):
+        name = "q" if q.requires_grad else "k_cache"
+        raise RuntimeError(
+            f"{name} requires gradients; flash_mla_with_kvcache computes none: call it under "
+            "torch.no_grad() or detach its inputs"
+        )
+    shared = (
+        q,
+        k_cache,
+        head_dim_v,
+        cache_seqlens,
+        block_table,
+        softmax_scale,
+        causal,
+        tile_scheduler_metadata,
+        num_splits,
+    )
+    if out is None and softmax_lse is None:
+        if visible_lens is None:
+            return torch.ops.flashmla.fwd_kvcache_mla(*shared)
+        return torch.ops.flashmla.decode(*shared, visible_lens)
+    if out is None:
+        out = q.new_empty((*q.shape[:-1], head_dim_v))
+    if softmax_lse is None:
+        batch, seq_len_q, num_heads_q, _ = q.shape
+        softmax_lse = q.new_empty((batch, num_heads_q, seq_len_q), dtype=torch.float32)
+    torch.ops.flashmla.decode_out(*shared, visible_lens, -1, out, softmax_lse)
+    return out, softmax_lse
+
+
+def merge_attention_states(
+    outs: torch.Tensor | Sequence[torch.Tensor],
+    lses: torch.Tensor | Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Merges attention over disjoint sets of tokens into attention over their union.
+
+    Args:
+        outs: (parts, batch, seq_len_q, num_heads_q, head_dim_v) bfloat16, float16 or float32, or a
+            sequence of `parts` tensors without the first dimension.
+        lses: (parts, batch, num_heads_q, seq_len_q) float32, natural logarithms, or a sequence. A
+            part whose lse is +inf or -inf is empty, whatever its out holds.
+
+    Returns:
+        out: (batch, seq_len_q, num_heads_q, head_dim_v), dtype of outs.
+        lse: (batch, num_heads_q, seq_len_q) float32. Where all parts are empty out is 0 and lse +inf.
+
+    Raises:
+        RuntimeError: a wrong shape, dtype or device, or no parts.
+    """
+    _library.library()
+    stacked = {}
+    for name, given in (("outs", outs), ("lses", lses)):
+        if not isinstance(given, torch.Tensor):
+            if len(given) == 0:
+                raise RuntimeError(f"{name} is an empty sequence; at least one part is needed")
+            given = torch.stack(list(given))
+        stacked[name] = given
+    _check_device(stacked["outs"], {"lses": stacked["lses"]})
+    return torch.ops.flashmla.merge_attention_states(stacked["outs"], stacked["lses"])
+
+
+def _check_device(first: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
+    for name, tensor in others.items():
+        if tensor is not None and tensor.device != first.device:
+            raise RuntimeError(
+                f"{name} is on {tensor.device}; all tensors must be on one device, that of the "
+                f"first, {first.device}"
+            )
