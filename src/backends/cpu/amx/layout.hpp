@@ -1,0 +1,143 @@
+// Shapes of the AMX kernel's loops and where everything lies in a task's scratch.
+//
+// "Row" is a query row, "row tile" 16 of them. Tokens are numbered from the begin of the task.
+#pragma once
+
+#include <algorithm>
+#include <cstddef>
+#include <cstdint>
+
+#include "backends/cpu/amx/tile.hpp"
+#include "problem/problem.hpp"
+
+namespace flashmla::cpu::amx {
+namespace {
+
+inline constexpr std::int32_t kMaxQueryRows = 128;
+inline constexpr std::int32_t kMaxRowTiles = kMaxQueryRows / kTileRows;
+
+// Two ways to walk the cache. Which one a problem takes depends on its query rows alone, never on
+// those of a task, so that a row's bits do not depend on which rows share its task.
+//
+// FewRows: the memory is the limit. Values are read where they lie: 16 cached tokens are a B tile
+// that pairs neighbouring dims, so each element of P is widened to {p, 0} and to {0, p}, which give
+// the even and the odd columns of O at twice the products.
+struct FewRows {
+  static constexpr std::int32_t kBlockTokens = 128;
+  // Tokens and row tiles in a tile of scores: 4 x 1 registers.
+  static constexpr std::int32_t kGroupTokens = 64;
+  static constexpr std::int32_t kGroupRowTiles = 1;
+  // Tokens of one row tile that softmax takes at once.
+  static constexpr std::int32_t kUnitTokens = 16;
+  // Bytes of P for a row tile and a unit: the tile of {p, 0}, the tile of {0, p}.
+  static constexpr std::int32_t kUnitBytes = 2 * kTileBytes;
+  static constexpr bool kInterleavedValues = false;
+};
+
+// ManyRows: the products are the limit. Values are interleaved once a block, token 2j with 2j + 1,
+// and shared by all rows.
+struct ManyRows {
+  static constexpr std::int32_t kBlockTokens = 256;
+  static constexpr std::int32_t kGroupTokens = 32;
+  static constexpr std::int32_t kGroupRowTiles = 2;  // 2 x 2 registers
+  static constexpr std::int32_t kUnitTokens = 32;
+  static constexpr std::int32_t kUnitBytes = kTileBytes;
+  static constexpr bool kInterleavedValues = true;
+};
+
+// The most query rows of a problem for which FewRows is the faster one.
+inline constexpr std::int32_t kFewRowsLimit = 16;
+
+inline bool has_few_rows(const Problem& problem) {
+  return problem.query_rows() <= kFewRowsLimit;
+}
+
+// Above this, K of 32 tokens and Q of 32 rows do not fit the first-level cache together: the dot
+// products are cut into two parts, each with its own score tiles, added by softmax. Half of K then
+// stays in that cache while Q streams past it.
+inline constexpr std::int32_t kWholeDotLimit = 320;
+
+template <class Shape>
+std::int32_t dot_parts(std::int32_t head_dim) {
+  return Shape::kGroupRowTiles > 1 && head_dim > kWholeDotLimit ? 2 : 1;
+}
+
+// The areas of a task's scratch, each 64-byte aligned.
+template <class Shape>
+class Scratch {
+ public:
+  Scratch(const Problem& problem, std::byte* memory) : memory_(memory) {
+    const std::int64_t rows = std::min(kMaxQueryRows, problem.query_rows());
+    const std::int64_t row_tiles = (rows + kTileRows - 1) / kTileRows;
+    const std::int64_t token_bytes = std::int64_t{problem.head_dim} * 2;
+    const std::int64_t value_bytes = std::int64_t{problem.head_dim_v} * 2;
+    const std::int64_t group_scores = std::int64_t{Shape::kGroupTokens} * kTileRowBytes;
+    const std::int64_t units = Shape::kBlockTokens / Shape::kUnitTokens;
+
+    queries = take<std::byte>(row_tiles * token_bytes * kTileRows);
+    scores = take<float>(2 * dot_parts<Shape>(problem.head_dim) * row_tiles * group_scores);
+    weights = take<std::byte>(row_tiles * units * Shape::kUnitBytes);
+    outputs = take<float>(row_tiles * kTileRows * problem.head_dim_v * 4);
+    outputs_aside = take<float>(row_tiles * kTileRows * problem.head_dim_v * 4);
+    gathered = take<std::byte>(Shape::kBlockTokens * token_bytes);
+    gathered_values = take<std::byte>(Shape::kBlockTokens * token_bytes);
+    if (Shape::kInterleavedValues) values = take<std::byte>(Shape::kBlockTokens * value_bytes);
+    zero_row = take<std::byte>(token_bytes);
+    sink = take<std::byte>(4 * kTileBytes);
+    transposed = take<std::int32_t>(kTileBytes);
+    references = take<float>(row_tiles * kTileRowBytes);
+    totals = take<float>(row_tiles * kTileRowBytes);
+    rounded_totals = take<float>(row_tiles * kTileRowBytes);
+    block_totals = take<float>(row_tiles * kTileRowBytes);
+    rounded_block_totals = take<float>(row_tiles * kTileRowBytes);
+    visible = take<std::int32_t>(row_tiles * kTileRowBytes);
+  }
+
+  std::size_t bytes() const { return end_; }
+
+  // Q as B tiles, negated where softmax_scale is negative: [row tile][head_dim / 32][pair of dims]
+  // [row][2] bf16.
+  std::byte* queries;
+  // S transposed, as its tiles are stored: [parity of the group][part of the dot product][row tile]
+  // [token of the group][row] float.
+  float* scores;
+  // P as A tiles: [row tile][unit] of kUnitBytes. ManyRows: [row][token] bf16. FewRows:
+  // [{p, 0} or {0, p}][row][token][2] bf16.
+  std::byte* weights;
+  // O: [row tile][head_dim_v / 16][row][16 columns] float. Pairs of column tiles share 32 columns,
+  // in the order that the shape's value tiles give.
+  float* outputs;
+  // A copy of `outputs`, for those blocks too.
+  float* outputs_aside;
+  // Copies of the tokens that cannot be read where they lie: [token of the block][head_dim] bf16.
+  std::byte* gathered;
+  // Copies of the values of which hidden tokens are zero, in blocks with a hidden token that is not
+  // finite: [token of the block][head_dim], of which head_dim_v are used.
+  std::byte* gathered_values;
+  // ManyRows: V as B tiles: [head_dim_v / 32][unit][first or second tile][pair of tokens][16][2].
+  std::byte* values = nullptr;
+  std::byte* zero_row;       // head_dim zeros: stands for tokens past the end
+  std::byte* sink;           // takes the four tiles that the registers hold before the first result
+  std::int32_t* transposed;  // a unit of P half way through its transpose
+  // [row]. m, in units of log2: an integer, or -inf before the row has seen a token.
+  float* references;
+  float* totals;          // sum of P over the blocks that are done: what lse is made of
+  float* rounded_totals;  // the same of P in bf16: what out is divided by
+  float* block_totals;    // sums over this block
+  float* rounded_block_totals;
+  std::int32_t* visible;  // tokens of the task that the row sees
+
+ private:
+  template <class T>
+  T* take(std::int64_t bytes) {
+    std::byte* area = memory_ + end_;
+    end_ += static_cast<std::size_t>(bytes + 63) / 64 * 64;
+    return reinterpret_cast<T*>(area);
+  }
+
+  std::byte* memory_;
+  std::size_t end_ = 0;
+};
+
+}  // namespace
+}  // namespace flashmla::cpu::amx
