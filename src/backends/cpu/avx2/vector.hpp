@@ -16,8 +16,11 @@ struct Vector {
   };
   static constexpr std::int32_t kLanes = 8;
   // 8 accumulators, as many as two multiply-adds a cycle of latency 4 need, of 16 registers.
+  static constexpr std::int32_t kScoreRows = 4;
+  static constexpr std::int32_t kValueRows = 4;
   static constexpr std::int32_t kScoreTokens = 2;
   static constexpr std::int32_t kValuePairs = 1;
+  static constexpr std::int32_t kStageRows = 32;
   template <class Element>
   static constexpr bool kDotsElements = false;
 

@@ -17,8 +17,11 @@ struct Vector {
   static constexpr std::int32_t kLanes = 16;
   // 4 rows x 4 tokens of scores and 4 rows x 4 registers of columns: 16 accumulators of 32
   // registers.
+  static constexpr std::int32_t kScoreRows = 4;
+  static constexpr std::int32_t kValueRows = 4;
   static constexpr std::int32_t kScoreTokens = 4;
   static constexpr std::int32_t kValuePairs = 2;
+  static constexpr std::int32_t kStageRows = 16;
   template <class Element>
   static constexpr bool kDotsElements = false;
 
@@ -49,30 +52,32 @@ struct Vector {
     store(address + kLanes, pair.second);
   }
 
-  // Sums of the 16 accumulators, [row][token]. A transposing reduction: each step adds the halves
-  // of two registers into one. The steps leave row r in 128-bit lane {0, 2, 1, 3}[r] and token t in
-  // element {0, 2, 1, 3}[t] of it, hence the order in which they take the accumulators.
+  // Sums of the 16 accumulators, in order. A transposing reduction: each step adds the halves of
+  // two registers into one. The steps leave accumulator 4 * r + t in 128-bit lane {0, 2, 1, 3}[r],
+  // element {0, 2, 1, 3}[t], hence the order in which they take the accumulators.
   static void reduce_tile(const Float* accumulators, float* sums) {
-    constexpr int kOrder[4] = {0, 2, 1, 3};
-    Float by_256[8];
-    for (int i = 0; i < 8; ++i) {
-      const Float a = accumulators[kOrder[i / 4] * 4 + kOrder[i % 4]];
-      const Float b = accumulators[kOrder[i / 4 + 2] * 4 + kOrder[i % 4]];
-      by_256[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
-    }
-    Float by_128[4];
-    for (int i = 0; i < 4; ++i) {
-      const Float a = by_256[i], b = by_256[i + 4];
-      by_128[i] = _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
-    }
-    Float by_64[2];
-    for (int i = 0; i < 2; ++i) {
-      const Float a = by_128[i], b = by_128[i + 2];
-      by_64[i] = _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
-    }
-    const __m512d a = _mm512_castps_pd(by_64[0]), b = _mm512_castps_pd(by_64[1]);
+    const __m512d a = _mm512_castps_pd(fold_128<0>(accumulators));
+    const __m512d b = _mm512_castps_pd(fold_128<1>(accumulators));
     store(sums, _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(a, b)),
                               _mm512_castpd_ps(_mm512_unpackhi_pd(a, b))));
+  }
+  template <int kIndex>
+  static Float fold_512(const Float* accumulators) {
+    constexpr int kOrder[4] = {0, 2, 1, 3};
+    constexpr int kFirst = kOrder[kIndex / 4] * 4 + kOrder[kIndex % 4];
+    constexpr int kSecond = kOrder[kIndex / 4 + 2] * 4 + kOrder[kIndex % 4];
+    const Float a = accumulators[kFirst], b = accumulators[kSecond];
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x44), _mm512_shuffle_f32x4(a, b, 0xee));
+  }
+  template <int kIndex>
+  static Float fold_256(const Float* accumulators) {
+    const Float a = fold_512<kIndex>(accumulators), b = fold_512<kIndex + 4>(accumulators);
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  }
+  template <int kIndex>
+  static Float fold_128(const Float* accumulators) {
+    const Float a = fold_256<kIndex>(accumulators), b = fold_256<kIndex + 2>(accumulators);
+    return _mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b));
   }
 };
 

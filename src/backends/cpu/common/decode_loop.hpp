@@ -1,18 +1,23 @@
 // The decode loop of the vector instruction sets, written once over a vocabulary (avx512/vector.hpp
-// and its siblings). Everything is in float; cached vectors are read in place and widened in
-// registers.
+// and its siblings). Everything is computed in float.
 //
 // A block is up to 64 tokens. For each block:
-//   load        the addresses of its tokens
-//   scores      S[row][token] = softmax_scale * dot(q[row], k[token])      lanes along head_dim
-//   softmax     raise the row's reference m to the largest score; P = exp(S - m)
+//   load        the addresses of the next block's tokens
+//   scores      S[row][token] = dot(q[row], k[token])                      lanes along head_dim
+//   softmax     raise the row's reference m to the largest scaled score; P = exp(scale * S - m)
 //   accumulate  O[row] = exp(m_before - m) * O[row] + P[row] * V           lanes along head_dim_v
 // and after the last one:
-//   finish      out = O / sum, lse = m + log(sum)
+//   finish      out = O / total, lse = m + log(total)
+// Every tile of scores and values first prefetches its share of the next block, so that requests to
+// memory are spread evenly over the computation.
+//
+// Cached vectors of 16-bit elements are widened in registers, or, when enough rows share them to
+// pay for it, once into a stage in the first-level cache: a few keys, or the panel of values of one
+// tile's columns.
 //
 // Order of components: a vocabulary widens 2 * kLanes elements at once into two registers, in the
-// order that is cheapest for the storage type (bf16: even elements, then odd ones). q and O are
-// kept in that order; finish undoes it.
+// order that is cheapest for the storage type (bf16: even elements, then odd ones). q, the stage
+// and O are kept in that order; finish undoes it.
 //
 // A row's arithmetic never depends on the tile or the task that it shares: each score and each
 // element of O is a chain of its own, in the same order in every tile shape.
@@ -26,6 +31,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
+#include <utility>
 
 #include "backends/cpu/kernel.hpp"
 #include "backends/cpu/query_row.hpp"
@@ -34,29 +41,42 @@
 
 namespace flashmla::cpu {
 
+// body(0), body(1), ... body(kCount - 1) with constant arguments: what they index can live in
+// registers.
+template <int kCount, class Body>
+[[gnu::always_inline]] inline void unroll(const Body& body) {
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) {
+    (body(std::integral_constant<int, kIndex>{}), ...);
+  }
+  (std::make_integer_sequence<int, kCount>{});
+}
+
 // A vocabulary V provides
 //   Float, kLanes                    a register of floats
-//   kScoreTokens                     tokens in a tile of scores (times kTileRows rows)
-//   kValuePairs                      pairs of registers of columns in a tile of values
+//   kScoreRows, kScoreTokens         a tile of scores
+//   kValueRows, kValuePairs          a tile of values: rows, pairs of registers of columns
+//   kStageRows                       rows from which widening into the stage pays
 //   load, store, broadcast, add, sub, mul, fma(a, b, c) = a * b + c
-//   maximum(a, b)                    b where either is NaN
-//   power_of_two(x)                  2^n for x = 1.5 * 2^23 + n
+//   maximum(a, b)                    b where either is NaN, or NaN
+//   power_of_two(x)                  2^n for x = 1.5 * 2^23 + n, n in [-127, 127]; 0 for n = -127
 //   reduce_add, reduce_maximum
 //   Pair{first, second}; load_pair<Element>(const Element*), store_pair<Element>(Element*, Pair)
 //   unpack_pair<Element>(Pair, float* natural_order)
-//   reduce_tile(accumulators, sums)  kTileRows x kScoreTokens registers to as many floats
+//   reduce_tile(registers, sums)     kScoreRows * kScoreTokens registers to as many floats
+//   kDotsElements<Element>           whether scores are dot(sum, a, b) of load_elements
 template <class V, class Element>
 class DecodeLoop {
  public:
-  static constexpr std::int32_t kMaxQueryRows = 64;
+  static constexpr std::int32_t kMaxQueryRows = 128;
 
   static std::size_t scratch_bytes(const Problem& problem) {
-    return Scratch(problem, nullptr).end * sizeof(float) + kBlockTokens * sizeof(const Element*);
+    return Scratch(problem, nullptr).end * sizeof(float) + 2 * kBlockTokens * sizeof(Element*);
   }
 
   static void decode(const Problem& problem, const Task& task, std::byte* memory) {
     DecodeLoop loop(problem, task, memory);
     loop.load_queries();
+    loop.load_next_block(task.token_begin);
     for (std::int32_t begin = task.token_begin; begin < task.token_end; begin += kBlockTokens) {
       loop.block(begin, std::min(kBlockTokens, task.token_end - begin));
     }
@@ -68,11 +88,21 @@ class DecodeLoop {
   using Pair = typename V::Pair;
   static constexpr std::int32_t kLanes = V::kLanes;
   static constexpr std::int32_t kPairElements = 2 * kLanes;
-  static constexpr std::int32_t kTileRows = 4;
+  static constexpr std::int32_t kScoreRows = V::kScoreRows;
   static constexpr std::int32_t kScoreTokens = V::kScoreTokens;
+  static constexpr std::int32_t kValueRows = V::kValueRows;
   static constexpr std::int32_t kValuePairs = V::kValuePairs;
+  // Columns of a tile of values.
+  static constexpr std::int32_t kPanel = kValuePairs * kPairElements;
   // Rows whose queries stay in the first-level cache while a block of tokens passes.
   static constexpr std::int32_t kRowsAtOnce = 8;
+  // Keys that stay widened in the first-level cache, 18 KiB at head_dim 576, while all rows pass.
+  static constexpr std::int32_t kStageTokens = 8;
+  static constexpr bool kWidens = sizeof(Element) < sizeof(float);
+  static constexpr bool kDots = V::template kDotsElements<Element>;
+  static constexpr std::int32_t kElementBytes = sizeof(Element);
+  static constexpr std::int32_t kLineBytes = 64;
+  static_assert(kBlockTokens % kStageTokens == 0 && kStageTokens % kScoreTokens == 0);
 
   // The areas of a task's scratch, in floats from its start; each a multiple of 16 floats long.
   struct Scratch {
@@ -80,9 +110,10 @@ class DecodeLoop {
       queries = take(kMaxQueryRows * problem.head_dim);
       sums = take(kMaxQueryRows * problem.head_dim_v);
       scores = take(kMaxQueryRows * kBlockTokens);
-      lane_totals = take(kMaxQueryRows * kLanes);
+      stage = take(std::max(kStageTokens * problem.head_dim, kBlockTokens * kPanel));
       references = take(kMaxQueryRows);
       rescales = take(kMaxQueryRows);
+      totals = take(2 * kMaxQueryRows);
       tokens = end;
     }
     std::size_t take(std::int32_t floats) {
@@ -92,13 +123,15 @@ class DecodeLoop {
     }
     float* base;
     std::size_t end = 0;
-    std::size_t queries;      // (row, head_dim)
-    std::size_t sums;         // O: (row, head_dim_v)
-    std::size_t scores;       // S, then P: (row, kBlockTokens)
-    std::size_t lane_totals;  // sum of P, a partial sum a lane: (row, kLanes)
-    std::size_t references;   // m: (row)
-    std::size_t rescales;     // exp(m_before - m) of this block: (row)
-    std::size_t tokens;       // addresses of the block's tokens: (kBlockTokens) pointers
+    std::size_t queries;  // (row, head_dim)
+    std::size_t sums;     // O: (row, head_dim_v)
+    std::size_t scores;   // S, then P: (row, kBlockTokens)
+    std::size_t stage;    // widened keys (kStageTokens, head_dim) or values (kBlockTokens, kPanel)
+    std::size_t references;  // m: (row)
+    std::size_t rescales;    // exp(m_before - m) of this block: (row)
+    std::size_t totals;      // sum of P so far, double: (row)
+    std::size_t tokens;      // addresses of this block's and the next block's tokens:
+                             // (2, kBlockTokens) pointers
   };
 
   DecodeLoop(const Problem& problem, const Task& task, std::byte* memory)
@@ -107,10 +140,12 @@ class DecodeLoop {
     queries_ = scratch.base + scratch.queries;
     sums_ = scratch.base + scratch.sums;
     scores_ = scratch.base + scratch.scores;
-    lane_totals_ = scratch.base + scratch.lane_totals;
+    stage_ = scratch.base + scratch.stage;
     references_ = scratch.base + scratch.references;
     rescales_ = scratch.base + scratch.rescales;
+    totals_ = reinterpret_cast<double*>(scratch.base + scratch.totals);
     tokens_ = reinterpret_cast<const Element**>(scratch.base + scratch.tokens);
+    next_tokens_ = tokens_ + kBlockTokens;
   }
 
   QueryRow query(std::int32_t row) const {
@@ -119,13 +154,12 @@ class DecodeLoop {
   float* query_vector(std::int32_t row) const { return queries_ + row * problem_.head_dim; }
   float* sum_vector(std::int32_t row) const { return sums_ + row * problem_.head_dim_v; }
   float* score_vector(std::int32_t row) const { return scores_ + row * kBlockTokens; }
-  float* lane_total(std::int32_t row) const { return lane_totals_ + row * kLanes; }
 
   void load_queries() {
     for (std::int32_t row = 0; row < rows_; ++row) {
       const Element* q = q_of<Element>(problem_, task_.row, query(row));
       float* vector = query_vector(row);
-      if constexpr (V::template kDotsElements<Element>) {
+      if constexpr (kDots) {
         // The dot product instruction takes both operands as they are stored.
         Element* copy = reinterpret_cast<Element*>(vector);
         for (std::int32_t c = 0; c < problem_.head_dim; ++c) copy[c] = q[c];
@@ -139,25 +173,23 @@ class DecodeLoop {
       for (std::int32_t c = 0; c < problem_.head_dim_v; c += kLanes) {
         V::store(sum_vector(row) + c, V::broadcast(0.0f));
       }
-      V::store(lane_total(row), V::broadcast(0.0f));
       references_[row] = -std::numeric_limits<float>::infinity();
+      totals_[row] = 0.0;
     }
   }
 
   // Tokens [begin, begin + count) of the row. Where query tokens see different prefixes, each group
-  // of rows with one query token takes the block alone, so that no row meets what it does not see.
+  // of rows that see the same one takes the block alone, so that no row meets what it does not see.
   void block(std::int32_t begin, std::int32_t count) {
-    load_tokens(begin, count);
-    if (visible(begin, count, 0) == count) {
-      // Visible counts do not decrease, so the first row sees the least.
-      pass(0, rows_, count);
-      return;
-    }
+    std::swap(tokens_, next_tokens_);
+    load_next_block(begin + count);
+    // Visible counts do not decrease, so equal ones are neighbours and the first row sees the
+    // least.
     for (std::int32_t row = 0; row < rows_;) {
-      const std::int32_t token = query(row).token;
-      std::int32_t end = row + 1;
-      while (end < rows_ && query(end).token == token) ++end;
-      if (const std::int32_t seen = visible(begin, count, row); seen > 0) pass(row, end, seen);
+      const std::int32_t seen = visible(begin, count, row);
+      std::int32_t end = seen == count ? rows_ : row + 1;
+      while (end < rows_ && visible(begin, count, end) == seen) ++end;
+      if (seen > 0) pass(row, end, seen);
       row = end;
     }
   }
@@ -166,97 +198,169 @@ class DecodeLoop {
     return std::clamp(problem_.visible_tokens(task_.row, query(row).token) - begin, 0, count);
   }
 
-  void load_tokens(std::int32_t begin, std::int32_t count) {
-    for (std::int32_t i = 0; i < count;) {
+  // The addresses of the block that starts at `begin`; none when the task ends there.
+  void load_next_block(std::int32_t begin) {
+    next_count_ = std::min(kBlockTokens, task_.token_end - begin);
+    prefetched_tokens_ = prefetched_bytes_ = 0;
+    for (std::int32_t i = 0; i < next_count_;) {
       const Element* token = cached_token<Element>(problem_, task_.row, task_.kv_head, begin + i);
       const std::int32_t left_in_page = problem_.page_size - (begin + i) % problem_.page_size;
-      const std::int32_t end = std::min(count, i + left_in_page);
-      for (; i < end; ++i, token += problem_.k_token_stride) tokens_[i] = token;
+      const std::int32_t end = std::min(next_count_, i + left_in_page);
+      for (; i < end; ++i, token += problem_.k_token_stride) next_tokens_[i] = token;
     }
-    // A tile of scores may run past the last token: it reads that token again.
-    for (std::int32_t i = count; i < kBlockTokens; ++i) tokens_[i] = tokens_[count - 1];
-    next_begin_ = begin + count;
+    // A tile may run past the last token: it reads that token again.
+    for (std::int32_t i = next_count_; i > 0 && i < kBlockTokens; ++i) {
+      next_tokens_[i] = next_tokens_[next_count_ - 1];
+    }
   }
 
   // One block for rows [row_begin, row_end), all of which see its first `count` tokens.
   void pass(std::int32_t row_begin, std::int32_t row_end, std::int32_t count) {
+    pace_prefetches(row_end - row_begin, count);
+    const bool staged = kWidens && row_end - row_begin >= V::kStageRows;
+    scores(row_begin, row_end, count, staged);
+    for (std::int32_t row = row_begin; row < row_end; ++row) softmax(row, count);
+    for (std::int32_t column = 0; column < problem_.head_dim_v; column += kPanel) {
+      if (staged) {
+        for (std::int32_t t = 0; t < count; ++t) {
+          widen(tokens_[t] + column, kPanel, stage_ + t * kPanel);
+        }
+        value_tiles<true>(row_begin, row_end, column, count);
+      } else {
+        value_tiles<false>(row_begin, row_end, column, count);
+      }
+    }
+  }
+
+  void pace_prefetches(std::int32_t rows, std::int32_t count) {
+    const auto parts = [](std::int32_t all, std::int32_t part) { return (all + part - 1) / part; };
+    const std::int32_t tiles = parts(rows, kScoreRows) * parts(count, kScoreTokens) +
+                               parts(rows, kValueRows) * (problem_.head_dim_v / kPanel);
+    const std::int32_t lines = next_count_ * parts(problem_.head_dim * kElementBytes, kLineBytes);
+    lines_per_tile_ = parts(lines, tiles);
+  }
+
+  void prefetch() {
+    for (std::int32_t i = 0; i < lines_per_tile_ && prefetched_tokens_ < next_count_; ++i) {
+      const char* token = reinterpret_cast<const char*>(next_tokens_[prefetched_tokens_]);
+      __builtin_prefetch(token + prefetched_bytes_, 0, 2);
+      prefetched_bytes_ += kLineBytes;
+      if (prefetched_bytes_ >= problem_.head_dim * kElementBytes) {
+        prefetched_bytes_ = 0;
+        ++prefetched_tokens_;
+      }
+    }
+  }
+
+  // `count` elements, a multiple of kPairElements.
+  static void widen(const Element* from, std::int32_t count, float* to) {
+    for (std::int32_t c = 0; c < count; c += kPairElements) {
+      const Pair pair = V::template load_pair<Element>(from + c);
+      V::store(to + c, pair.first);
+      V::store(to + c + kLanes, pair.second);
+    }
+  }
+
+  // A pair of vectors of what stands in the cache, or of what widen() made of it.
+  template <class T>
+  static Pair load_widened(const T* address) {
+    if constexpr (std::is_same_v<T, float>) {
+      return {V::load(address), V::load(address + kLanes)};
+    } else {
+      return V::template load_pair<T>(address);
+    }
+  }
+
+  void scores(std::int32_t row_begin, std::int32_t row_end, std::int32_t count, bool staged) {
+    if constexpr (kWidens && !kDots) {
+      if (staged) return staged_scores(row_begin, row_end, count);
+    }
     for (std::int32_t row = row_begin; row < row_end; row += kRowsAtOnce) {
       const std::int32_t end = std::min(row_end, row + kRowsAtOnce);
       for (std::int32_t token = 0; token < count; token += kScoreTokens) {
-        if (row == row_begin) prefetch(token);
-        score_tiles(row, end, token);
-      }
-    }
-    for (std::int32_t row = row_begin; row < row_end; ++row) softmax(row, count);
-    for (std::int32_t column = 0; column < problem_.head_dim_v;
-         column += kValuePairs * kPairElements) {
-      value_tiles(row_begin, row_end, column, count);
-    }
-  }
-
-  // The tokens of the next block that stand where this block's tile stands.
-  void prefetch(std::int32_t token) const {
-    constexpr std::int32_t kLineBytes = 64;
-    const std::int32_t end = std::min(next_begin_ + token + kScoreTokens, task_.token_end);
-    for (std::int32_t next = next_begin_ + token; next < end; ++next) {
-      const char* address = reinterpret_cast<const char*>(
-          cached_token<Element>(problem_, task_.row, task_.kv_head, next));
-      const std::int32_t bytes = problem_.head_dim * static_cast<std::int32_t>(sizeof(Element));
-      for (std::int32_t offset = 0; offset < bytes; offset += kLineBytes) {
-        __builtin_prefetch(address + offset, 0, 2);
+        score_tiles(row, end, token, tokens_ + token);
       }
     }
   }
 
-  void score_tiles(std::int32_t row_begin, std::int32_t row_end, std::int32_t token) {
+  void staged_scores(std::int32_t row_begin, std::int32_t row_end, std::int32_t count) {
+    const float* keys[kStageTokens];
+    for (std::int32_t t = 0; t < kStageTokens; ++t) keys[t] = stage_ + t * problem_.head_dim;
+    for (std::int32_t begin = 0; begin < count; begin += kStageTokens) {
+      for (std::int32_t t = 0; t < kStageTokens; ++t) {
+        widen(tokens_[begin + t], problem_.head_dim, stage_ + t * problem_.head_dim);
+      }
+      const std::int32_t end = std::min(kStageTokens, count - begin);
+      for (std::int32_t row = row_begin; row < row_end; row += kScoreRows) {
+        for (std::int32_t t = 0; t < end; t += kScoreTokens) {
+          score_tiles(row, std::min(row_end, row + kScoreRows), begin + t, keys + t);
+        }
+      }
+    }
+  }
+
+  template <class Key>
+  void score_tiles(std::int32_t row_begin, std::int32_t row_end, std::int32_t token,
+                   const Key* const* keys) {
     std::int32_t row = row_begin;
-    for (; row + 1 < row_end; row += kTileRows) score_tile<kTileRows>(row, row_end, token);
-    if (row < row_end) score_tile<1>(row, row_end, token);
+    for (; row + 1 < row_end; row += kScoreRows) score_tile<kScoreRows>(row, row_end, token, keys);
+    if (row < row_end) score_tile<1>(row, row_end, token, keys);
   }
 
   // S of kRows rows and kScoreTokens tokens. Rows past the end repeat the last one.
-  template <std::int32_t kRows>
-  void score_tile(std::int32_t row, std::int32_t row_end, std::int32_t token) {
+  template <std::int32_t kRows, class Key>
+  void score_tile(std::int32_t row, std::int32_t row_end, std::int32_t token,
+                  const Key* const* keys) {
+    prefetch();
     const float* q[kRows];
-    for (std::int32_t r = 0; r < kRows; ++r) q[r] = query_vector(std::min(row + r, row_end - 1));
-    const Element* const* k = tokens_ + token;
-    Float accumulators[kTileRows * kScoreTokens];
-    for (Float& accumulator : accumulators) accumulator = V::broadcast(0.0f);
+    unroll<kRows>([&](auto r) { q[r] = query_vector(std::min(row + r, row_end - 1)); });
+    const Key* k[kScoreTokens];
+    unroll<kScoreTokens>([&](auto t) { k[t] = keys[t]; });
+    Float sums[kScoreRows * kScoreTokens];
+    unroll<kScoreRows * kScoreTokens>([&](auto i) { sums[i] = V::broadcast(0.0f); });
     for (std::int32_t c = 0; c < problem_.head_dim; c += kPairElements) {
-      if constexpr (V::template kDotsElements<Element>) {
-        for (std::int32_t t = 0; t < kScoreTokens; ++t) {
-          const auto key = V::load_elements(k[t] + c);
-          for (std::int32_t r = 0; r < kRows; ++r) {
-            Float& sum = accumulators[r * kScoreTokens + t];
-            sum = V::dot(sum, V::load_elements(reinterpret_cast<const Element*>(q[r]) + c), key);
-          }
-        }
+      if constexpr (kDots) {
+        decltype(V::load_elements(k[0])) key[kScoreTokens];
+        unroll<kScoreTokens>([&](auto t) { key[t] = V::load_elements(k[t] + c); });
+        unroll<kRows>([&](auto r) {
+          const auto query = V::load_elements(reinterpret_cast<const Element*>(q[r]) + c);
+          unroll<kScoreTokens>([&](auto t) {
+            Float& sum = sums[r * kScoreTokens + t];
+            sum = V::dot(sum, query, key[t]);
+          });
+        });
       } else {
-        for (std::int32_t t = 0; t < kScoreTokens; ++t) {
-          const Pair key = V::template load_pair<Element>(k[t] + c);
-          for (std::int32_t r = 0; r < kRows; ++r) {
-            Float& sum = accumulators[r * kScoreTokens + t];
-            sum = V::fma(V::load(q[r] + c), key.first, sum);
-            sum = V::fma(V::load(q[r] + c + kLanes), key.second, sum);
-          }
-        }
+        Pair key[kScoreTokens];
+        unroll<kScoreTokens>([&](auto t) { key[t] = load_widened(k[t] + c); });
+        unroll<kRows>([&](auto r) {
+          const Float first = V::load(q[r] + c), second = V::load(q[r] + c + kLanes);
+          unroll<kScoreTokens>([&](auto t) {
+            Float& sum = sums[r * kScoreTokens + t];
+            sum = V::fma(first, key[t].first, sum);
+          });
+          unroll<kScoreTokens>([&](auto t) {
+            Float& sum = sums[r * kScoreTokens + t];
+            sum = V::fma(second, key[t].second, sum);
+          });
+        });
       }
     }
-    alignas(64) float dots[kTileRows * kScoreTokens];
-    V::reduce_tile(accumulators, dots);
-    for (std::int32_t r = 0; r < kRows && row + r < row_end; ++r) {
-      for (std::int32_t t = 0; t < kScoreTokens; ++t) {
-        score_vector(row + r)[token + t] = dots[r * kScoreTokens + t] * problem_.softmax_scale;
+    alignas(64) float dots[kScoreRows * kScoreTokens];
+    V::reduce_tile(sums, dots);
+    unroll<kRows>([&](auto r) {
+      if (row + r < row_end) {
+        float* scores = score_vector(row + r) + token;
+        unroll<kScoreTokens>([&](auto t) { scores[t] = dots[r * kScoreTokens + t]; });
       }
-    }
+    });
   }
 
-  // exp(x) for x <= 0 to about an ulp; what would be below 2^-126 becomes exp(-87).
+  // exp(x) to about an ulp for x in [-87, 87]; 0 below -87.7.
   static Float exponential(Float x) {
     constexpr float kLog2E = 1.44269504f;
     constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
     constexpr float kLn2High = 0.693145752f, kLn2Low = 1.42860677e-6f;
-    x = V::maximum(V::broadcast(-87.0f), x);  // keeps NaN
+    x = V::maximum(V::broadcast(-88.0f), x);  // keeps NaN; -88 is where n reaches -127
     const Float rounded = V::fma(x, V::broadcast(kLog2E), V::broadcast(kRound));
     const Float n = V::sub(rounded, V::broadcast(kRound));
     Float r = V::fma(n, V::broadcast(-kLn2High), x);
@@ -273,11 +377,15 @@ class DecodeLoop {
     return V::mul(p, V::power_of_two(rounded));
   }
 
-  // S to P for the first `count` tokens of a row; the tokens past them get a weight that is not
-  // used.
+  // S to P for the first `count` tokens of a row, whose weights join its total. Tokens past them
+  // have no weight that is used.
   void softmax(std::int32_t row, std::int32_t count) {
     float* scores = score_vector(row);
     const std::int32_t end = (count + kLanes - 1) / kLanes * kLanes;
+    const Float scale = V::broadcast(problem_.softmax_scale);
+    for (std::int32_t t = 0; t < end; t += kLanes) {
+      V::store(scores + t, V::mul(V::load(scores + t), scale));
+    }
     for (std::int32_t t = count; t < end; ++t) {
       scores[t] = -std::numeric_limits<float>::infinity();
     }
@@ -286,74 +394,83 @@ class DecodeLoop {
       largest = V::maximum(largest, V::load(scores + t));
     }
     const float reference = V::reduce_maximum(largest);
-    const Float rescale =
-        exponential(V::sub(V::broadcast(references_[row]), V::broadcast(reference)));
-    Float total = V::mul(V::load(lane_total(row)), rescale);
+    Float total = V::broadcast(0.0f);
     for (std::int32_t t = 0; t < end; t += kLanes) {
       const Float p = exponential(V::sub(V::load(scores + t), V::broadcast(reference)));
       V::store(scores + t, p);
       total = V::add(total, p);
     }
-    V::store(lane_total(row), total);
-    alignas(64) float lanes[kLanes];
-    V::store(lanes, rescale);
-    rescales_[row] = lanes[0];
+    alignas(64) float rescale[kLanes];
+    V::store(rescale, exponential(V::sub(V::broadcast(references_[row]), V::broadcast(reference))));
+    rescales_[row] = rescale[0];
     references_[row] = reference;
+    // In double: a long row adds thousands of blocks.
+    totals_[row] =
+        totals_[row] * static_cast<double>(rescale[0]) + static_cast<double>(V::reduce_add(total));
   }
 
+  template <bool kStaged>
   void value_tiles(std::int32_t row_begin, std::int32_t row_end, std::int32_t column,
                    std::int32_t count) {
     std::int32_t row = row_begin;
-    for (; row + 1 < row_end; row += kTileRows) {
-      value_tile<kTileRows>(row, row_end, column, count);
+    for (; row + 1 < row_end; row += kValueRows) {
+      value_tile<kValueRows, kStaged>(row, row_end, column, count);
     }
-    if (row < row_end) value_tile<1>(row, row_end, column, count);
+    if (row < row_end) value_tile<1, kStaged>(row, row_end, column, count);
   }
 
   // O of kRows rows and kValuePairs pairs of columns. Rows past the end repeat the last one and are
   // not stored.
-  template <std::int32_t kRows>
+  template <std::int32_t kRows, bool kStaged>
   void value_tile(std::int32_t row, std::int32_t row_end, std::int32_t column, std::int32_t count) {
+    prefetch();
     const float* p[kRows];
-    for (std::int32_t r = 0; r < kRows; ++r) p[r] = score_vector(std::min(row + r, row_end - 1));
-    Pair accumulators[kRows][kValuePairs];
-    for (auto& of_row : accumulators) {
-      for (Pair& pair : of_row) pair = {V::broadcast(0.0f), V::broadcast(0.0f)};
-    }
+    unroll<kRows>([&](auto r) { p[r] = score_vector(std::min(row + r, row_end - 1)); });
+    Pair sums[kRows * kValuePairs];
+    unroll<kRows * kValuePairs>([&](auto i) {
+      sums[i] = {V::broadcast(0.0f), V::broadcast(0.0f)};
+    });
     for (std::int32_t t = 0; t < count; ++t) {
       Pair value[kValuePairs];
-      for (std::int32_t i = 0; i < kValuePairs; ++i) {
-        value[i] = V::template load_pair<Element>(tokens_[t] + column + i * kPairElements);
-      }
-      for (std::int32_t r = 0; r < kRows; ++r) {
+      unroll<kValuePairs>([&](auto i) {
+        if constexpr (kStaged) {
+          value[i] = load_widened(stage_ + t * kPanel + i * kPairElements);
+        } else {
+          value[i] = load_widened(tokens_[t] + column + i * kPairElements);
+        }
+      });
+      unroll<kRows>([&](auto r) {
         const Float weight = V::broadcast(p[r][t]);
-        for (std::int32_t i = 0; i < kValuePairs; ++i) {
-          Pair& sum = accumulators[r][i];
+        unroll<kValuePairs>([&](auto i) {
+          Pair& sum = sums[r * kValuePairs + i];
           sum.first = V::fma(weight, value[i].first, sum.first);
           sum.second = V::fma(weight, value[i].second, sum.second);
-        }
-      }
+        });
+      });
     }
-    for (std::int32_t r = 0; r < kRows && row + r < row_end; ++r) {
-      float* sums = sum_vector(row + r) + column;
-      const Float rescale = V::broadcast(rescales_[row + r]);
-      for (std::int32_t i = 0; i < kValuePairs; ++i) {
-        float* pair = sums + i * kPairElements;
-        V::store(pair, V::fma(V::load(pair), rescale, accumulators[r][i].first));
-        V::store(pair + kLanes, V::fma(V::load(pair + kLanes), rescale, accumulators[r][i].second));
+    unroll<kRows>([&](auto r) {
+      if (row + r < row_end) {
+        float* before = sum_vector(row + r) + column;
+        const Float rescale = V::broadcast(rescales_[row + r]);
+        unroll<kValuePairs>([&](auto i) {
+          float* pair = before + i * kPairElements;
+          const Pair& sum = sums[r * kValuePairs + i];
+          V::store(pair, V::fma(V::load(pair), rescale, sum.first));
+          V::store(pair + kLanes, V::fma(V::load(pair + kLanes), rescale, sum.second));
+        });
       }
-    }
+    });
   }
 
   void finish() {
     for (std::int32_t row = 0; row < rows_; ++row) {
-      const float total = V::reduce_add(V::load(lane_total(row)));
+      const double total = totals_[row];
       // A row that saw a token has a total of at least 1, its largest term, or NaN.
-      const bool empty = total == 0.0f;
-      const float lse = empty ? std::numeric_limits<float>::infinity()
-                              : static_cast<float>(static_cast<double>(references_[row]) +
-                                                   std::log(static_cast<double>(total)));
-      const Float inverse = V::broadcast(empty ? 0.0f : 1.0f / total);
+      const bool empty = total == 0.0;
+      const float lse =
+          empty ? std::numeric_limits<float>::infinity()
+                : static_cast<float>(static_cast<double>(references_[row]) + std::log(total));
+      const Float inverse = V::broadcast(empty ? 0.0f : static_cast<float>(1.0 / total));
       const float* sums = sum_vector(row);
       const QueryRow where = query(row);
       const auto for_each_pair = [&](const auto& write) {
@@ -379,14 +496,19 @@ class DecodeLoop {
   const Problem& problem_;
   const Task& task_;
   std::int32_t rows_;
-  std::int32_t next_begin_ = 0;
+  std::int32_t next_count_ = 0;         // tokens in the next block
+  std::int32_t prefetched_tokens_ = 0;  // how far into it prefetch() has come:
+  std::int32_t prefetched_bytes_ = 0;   // whole tokens, and bytes of the one after them
+  std::int32_t lines_per_tile_ = 0;
   float* queries_;
   float* sums_;
   float* scores_;
-  float* lane_totals_;
+  float* stage_;
   float* references_;
   float* rescales_;
+  double* totals_;
   const Element** tokens_;
+  const Element** next_tokens_;
 };
 
 template <class V, class Element>

@@ -16,8 +16,11 @@ struct Vector {
   };
   static constexpr std::int32_t kLanes = 4;
   // 16 accumulators of 32 registers.
+  static constexpr std::int32_t kScoreRows = 4;
+  static constexpr std::int32_t kValueRows = 4;
   static constexpr std::int32_t kScoreTokens = 4;
   static constexpr std::int32_t kValuePairs = 2;
+  static constexpr std::int32_t kStageRows = 32;
   template <class Element>
   static constexpr bool kDotsElements = false;
 

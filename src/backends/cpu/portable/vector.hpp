@@ -16,8 +16,11 @@ struct Vector {
     Float first, second;
   };
   static constexpr std::int32_t kLanes = 4;
+  static constexpr std::int32_t kScoreRows = 4;
+  static constexpr std::int32_t kValueRows = 4;
   static constexpr std::int32_t kScoreTokens = 2;
   static constexpr std::int32_t kValuePairs = 1;
+  static constexpr std::int32_t kStageRows = 8;
   template <class Element>
   static constexpr bool kDotsElements = false;
 
