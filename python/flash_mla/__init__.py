@@ -1,7 +1,7 @@
 """The calls of the open-source `flash_mla` package, computed by flashmla.
 
-For programs that import that name; new ones should import `flashmla`. Do not install this beside the
-original: both provide the module `flash_mla`.
+For programs that import that name; new ones should import `flashmla`. Do not install this beside
+the original: both provide the module `flash_mla`.
 """
 
 from __future__ import annotations
@@ -75,9 +75,9 @@ def flash_mla_with_kvcache(
     Shapes, dtypes and results are documented there.
 
     Raises:
-        NotImplementedError: an argument of a format that flashmla does not compute yet; it is named.
-        RuntimeError: a plan that was made for another batch, query length or number of heads, or what
-            `flashmla.flash_mla_with_kvcache` raises.
+        NotImplementedError: an argument of a format that flashmla does not compute yet, by name.
+        RuntimeError: a plan that was made for another batch, query length or number of heads, or
+            what `flashmla.flash_mla_with_kvcache` raises.
     """
     later = {
         "is_fp8_kvcache": is_fp8_kvcache or None,

@@ -1,9 +1,11 @@
 """Multi-head latent attention (MLA) over a paged key/value cache.
 
-    metadata, num_splits = get_mla_metadata(cache_seqlens, seq_len_q * num_heads_q, 1)
-    out, lse = flash_mla_with_kvcache(
-        q, k_cache, block_table, cache_seqlens, 512, metadata, num_splits, causal=True
-    )
+metadata, num_splits = get_mla_metadata(cache_seqlens, seq_len_q * num_heads_q, 1)
+out, lse = flash_mla_with_kvcache(
+    q, k_cache, block_table, cache_seqlens, 512, metadata, num_splits, causal=True
+)
+
+Every log-sum-exp that this package returns or takes is a natural logarithm.
 """
 
 from flashmla import _library
@@ -15,12 +17,14 @@ from flashmla.attention import (
 )
 
 _flashmla_C_AVAILABLE = _library.LOAD_ERROR is None
+_vllm_names_registered = False  # whether torch.ops._flashmla_C is this package's
 
 if _flashmla_C_AVAILABLE:
     from flashmla import _fakes
 
     _fakes.register("flashmla")
-    if _library.register_vllm_names():
+    _vllm_names_registered = _library.register_vllm_names()
+    if _vllm_names_registered:
         _fakes.register("_flashmla_C")
 
 __all__ = [

@@ -18,6 +18,51 @@ LIBRARY_PATH = Path(__file__).parent / "_flashmla_torch.so"
 _OK = 0
 _DEVICE_TYPES = {"cpu": 0, "cuda": 1}
 _DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
+_DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()} | {torch.int32: 4}
+
+
+_MAX_RANK = 5
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("dtype", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+        ("shape", ctypes.c_int64 * _MAX_RANK),
+        ("strides", ctypes.c_int64 * _MAX_RANK),
+        ("size_bytes", ctypes.c_uint64),
+    ]
+
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> _Tensor:
+        view = cls(data=tensor.data_ptr(), dtype=_DTYPE_CODES[tensor.dtype], rank=tensor.dim())
+        view.shape[: tensor.dim()] = tensor.shape
+        view.strides[: tensor.dim()] = tensor.stride()
+        return view
+
+
+class _DecodeArgs(ctypes.Structure):
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("device_type", ctypes.c_int32),
+        ("device_index", ctypes.c_int32),
+        ("q", _Tensor),
+        ("k_cache", _Tensor),
+        ("block_table", _Tensor),
+        ("cache_seqlens", _Tensor),
+        ("visible_lens", _Tensor),
+        ("tile_scheduler_metadata", _Tensor),
+        ("num_splits", _Tensor),
+        ("out", _Tensor),
+        ("softmax_lse", _Tensor),
+        ("head_dim_v", ctypes.c_int64),
+        ("softmax_scale", ctypes.c_double),
+        ("has_softmax_scale", ctypes.c_int32),
+        ("causal", ctypes.c_int32),
+        ("kernel", ctypes.c_char_p),
+        ("stream", ctypes.c_void_p),
+    ]
 
 
 class _KernelInfo(ctypes.Structure):
@@ -139,6 +184,51 @@ def kernels() -> list[Kernel]:
             )
         )
     return found
+
+
+def explain_selection(
+    q: torch.Tensor,
+    k_cache: torch.Tensor,
+    block_table: torch.Tensor,
+    cache_seqlens: torch.Tensor,
+    head_dim_v: int,
+) -> tuple[str, dict[str, str]]:
+    """The kernel that the library would use, and the reason of each that declines before it.
+
+    Takes what `flash_mla_with_kvcache` takes, with shapes as documented there.
+
+    Raises:
+        RuntimeError: a wrong argument, or no kernel computes the call.
+    """
+    batch, seq_len_q, num_heads_q, _ = q.shape
+    plan = torch.ops.flashmla.get_mla_metadata(
+        cache_seqlens, seq_len_q * num_heads_q // k_cache.shape[2], k_cache.shape[2]
+    )
+    tensors = {
+        "q": q,
+        "k_cache": k_cache,
+        "block_table": block_table,
+        "cache_seqlens": cache_seqlens,
+        "tile_scheduler_metadata": plan[0],
+        "num_splits": plan[1],
+        "out": q.new_empty((batch, seq_len_q, num_heads_q, head_dim_v)),
+        "softmax_lse": q.new_empty((batch, num_heads_q, seq_len_q), dtype=torch.float32),
+    }
+    args = _DecodeArgs(
+        struct_size=ctypes.sizeof(_DecodeArgs),
+        device_type=_DEVICE_TYPES[q.device.type],
+        device_index=q.device.index or 0,
+        head_dim_v=head_dim_v,
+        **{name: _Tensor.of(tensor) for name, tensor in tensors.items()},
+    )
+    chosen, report = ctypes.c_char_p(), ctypes.c_char_p()
+    status = library().flashmla_explain_selection(
+        ctypes.byref(args), ctypes.byref(chosen), ctypes.byref(report)
+    )
+    if status != _OK:
+        raise RuntimeError(_last_error())
+    lines = (line.split(": ", 1) for line in report.value.decode().splitlines())
+    return chosen.value.decode(), dict(lines)
 
 
 def _vllm_defines_the_names() -> bool:

@@ -18,7 +18,7 @@ def is_flashmla_supported(
         device: a torch device; by default the current CUDA device where there is one, else the CPU.
 
     Returns:
-        `(True, None)`, or `(False, reason)` where the reason names what was found and what is needed.
+        `(True, None)`, or `(False, reason)`: the reason names what was found and what is needed.
         Starts no CUDA context.
     """
     if _library.LOAD_ERROR is not None:
@@ -48,7 +48,7 @@ def get_mla_metadata(
 
     Returns:
         tile_scheduler_metadata: (num_sm_parts, 8) int32.
-        num_splits: (batch + 1) int32. docs/scheduling.md describes both and how to write them by hand.
+        num_splits: (batch + 1) int32. docs/scheduling.md describes both, and plans by hand.
 
     Raises:
         RuntimeError: a wrong dtype, shape or value, or no support on the device.
@@ -83,8 +83,8 @@ def flash_mla_with_kvcache(
 
     Args:
         q: (batch, seq_len_q, num_heads_q, head_dim), bfloat16 or float16; float32 on the CPU.
-        k_cache: (num_blocks, page_block_size, num_heads_k, head_dim), dtype of q. Token j of row i is
-            `k_cache[block_table[i, j // page_block_size], j % page_block_size]`.
+        k_cache: (num_blocks, page_block_size, num_heads_k, head_dim), dtype of q. Token j of row i
+            is `k_cache[block_table[i, j // page_block_size], j % page_block_size]`.
         block_table: (batch, max_num_blocks_per_seq) int32. Entries past a row's last page may hold
             anything.
         cache_seqlens: (batch) int32, cached tokens of each row.
@@ -94,8 +94,8 @@ def flash_mla_with_kvcache(
         softmax_scale: default head_dim ** -0.5 (576: 0.0416667). A model's own scale is usually
             another: DeepSeek-V3 with YaRN factor 40 uses 192 ** -0.5 * 1.873854 = 0.135233779.
         causal: query t sees the tokens j <= cache_seqlens[i] - seq_len_q + t.
-        visible_lens: optional (batch, seq_len_q) int32, in place of `causal`: how many leading cached
-            tokens each query sees. Non-decreasing along seq_len_q, at most the row's length.
+        visible_lens: optional (batch, seq_len_q) int32, in place of `causal`: how many leading
+            cached tokens each query sees. Non-decreasing along seq_len_q, at most the row's length.
         out: optional preallocated result, any strides but the last.
         softmax_lse: optional preallocated result, any strides.
 
@@ -103,13 +103,13 @@ def flash_mla_with_kvcache(
 
     Returns:
         out: (batch, seq_len_q, num_heads_q, head_dim_v), dtype of q.
-        softmax_lse: (batch, num_heads_q, seq_len_q) float32. A query that sees no token has out 0 and
-        lse +inf. A row that no part of the plan walks keeps what its outputs held.
+        softmax_lse: (batch, num_heads_q, seq_len_q) float32. A query that sees no token has out 0
+        and lse +inf. A row that no part of the plan walks keeps what its outputs held.
 
     Raises:
-        RuntimeError: a wrong shape, dtype, device, stride or (on the CPU) value; the message names the
-            argument, what it was and what is accepted, and nothing is written. Also where gradients
-            are asked for: this is inference only.
+        RuntimeError: a wrong shape, dtype, device, stride or (on the CPU) value; the message names
+            the argument, what it was and what is accepted, and nothing is written. Also where
+            gradients are asked for: this is inference only.
     """
     _library.library()
     tensors = {
@@ -167,7 +167,7 @@ def merge_attention_states(
 
     Returns:
         out: (batch, seq_len_q, num_heads_q, head_dim_v), dtype of outs.
-        lse: (batch, num_heads_q, seq_len_q) float32. Where all parts are empty out is 0 and lse +inf.
+        lse: (batch, num_heads_q, seq_len_q) float32. All parts empty: out 0 and lse +inf.
 
     Raises:
         RuntimeError: a wrong shape, dtype or device, or no parts.

@@ -1,0 +1,3 @@
+from flashmla.cli import main
+
+main()

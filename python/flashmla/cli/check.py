@@ -1,0 +1,112 @@
+"""`flashmla check`: every kernel that this machine can run, against float64."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import torch
+import typer
+from rich.progress import track
+from rich.table import Table
+
+from flashmla import _library, cases, reference
+from flashmla.cli.console import Failure, console, errors, require_support
+
+
+def _run_case(case: cases.Case, kernel: _library.Kernel) -> tuple[float, float]:
+    """The largest errors of out and lse over the case's plans."""
+    inputs = cases.make_inputs(case, kernel.dtype)
+    expected = reference.attend(
+        inputs.q,
+        inputs.k_cache,
+        inputs.block_table,
+        inputs.cache_seqlens,
+        inputs.head_dim_v,
+        inputs.softmax_scale,
+        inputs.causal,
+        inputs.visible_lens,
+    )
+    plans = [cases.plan_of(inputs, parts) for parts in case.parts]
+    plans.append(torch.ops.flashmla.get_mla_metadata(inputs.cache_seqlens, *inputs.plan_heads()))
+    worst = (0.0, 0.0)
+    for plan in plans:
+        out, lse = torch.ops.flashmla.decode(
+            inputs.q,
+            inputs.k_cache,
+            inputs.head_dim_v,
+            inputs.cache_seqlens,
+            inputs.block_table,
+            inputs.softmax_scale,
+            inputs.causal,
+            *plan,
+            inputs.visible_lens,
+            kernel.index,
+        )
+        found = reference.errors(out, lse, *expected)
+        worst = (max(worst[0], found[0]), max(worst[1], found[1]))
+    return worst
+
+
+def limits(case: cases.Case, dtype: torch.dtype) -> reference.Tolerance:
+    """The bounds of the dtype, widened where large scores carry fewer digits after the point."""
+    bound = reference.TOLERANCES[dtype]
+    spread = case.q_amplitude * (case.scale or case.head_dim**-0.5) * case.head_dim**0.5
+    if spread <= 2:
+        return bound
+    # Scores of magnitude m have an ulp of about m * 2^-23, and so an lse; out follows its weights.
+    magnitude = 8 * spread
+    lse = bound.lse_absolute + magnitude * 2.0**-20
+    return reference.Tolerance(bound.out_relative + magnitude * 2.0**-18, lse)
+
+
+def run(
+    kernel: Annotated[
+        str | None, typer.Option(help="Only kernels whose name contains this.")
+    ] = None,
+    suite: Annotated[str, typer.Option(help="dense, edge or all.")] = "all",
+) -> None:
+    """Check the kernels of this machine against a float64 evaluation."""
+    require_support("cpu")
+    if suite not in ("dense", "edge", "all"):
+        raise Failure(f"--suite is {suite}; it must be dense, edge or all")
+    chosen = [k for k in _library.kernels() if kernel is None or kernel in k.name]
+    if not chosen:
+        names = ", ".join(k.name for k in _library.kernels())
+        raise Failure(f"no kernel's name contains {kernel!r}; there are {names}")
+    todo = [
+        case for name in ("dense", "edge") if suite in (name, "all") for case in cases.load(name)
+    ]
+
+    table = Table("kernel", "cases", "worst out", "bound", "worst lse", "verdict", box=None)
+    failures = []
+    usable = [k for k in chosen if k.usable]
+    work = [(k, case) for k in usable for case in todo]
+    worst: dict[str, list[float]] = {k.name: [0.0, 0.0] for k in usable}
+    for k, case in track(work, "checking", console=errors, transient=True):
+        out_error, lse_error = _run_case(case, k)
+        bound = limits(case, k.dtype)
+        if not (out_error <= bound.out_relative and lse_error <= bound.lse_absolute):
+            failures.append(
+                f"{k.name}, case {case.name}: out {out_error:.1e} (bound "
+                f"{bound.out_relative:.1e}), lse {lse_error:.1e} (bound {bound.lse_absolute:.1e})"
+            )
+        if bound == reference.TOLERANCES[k.dtype]:
+            worst[k.name] = [max(worst[k.name][0], out_error), max(worst[k.name][1], lse_error)]
+    for k in chosen:
+        if not k.usable:
+            table.add_row(k.name, "-", "", "", "", "[dim]not usable here[/]")
+            continue
+        bad = any(text.startswith(k.name + ",") for text in failures)
+        table.add_row(
+            k.name,
+            str(len(todo)),
+            f"{worst[k.name][0]:.1e}",
+            f"{reference.TOLERANCES[k.dtype].out_relative:.0e}",
+            f"{worst[k.name][1]:.1e}",
+            "[red]wrong[/]" if bad else "[green]right[/]",
+        )
+    console.print(table)
+    for text in failures:
+        console.print(f"[red]{text}[/]")
+    if failures:
+        raise Failure(f"{len(failures)} of {len(work)} checks failed")

@@ -1,0 +1,1 @@
+"""`flashmla demo`: a trained DeepSeek-architecture model over a paged cache."""
