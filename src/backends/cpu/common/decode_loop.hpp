@@ -34,6 +34,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "backends/cpu/common/exponential.hpp"
 #include "backends/cpu/kernel.hpp"
 #include "backends/cpu/query_row.hpp"
 #include "kv/scalar.hpp"
@@ -355,28 +356,6 @@ class DecodeLoop {
     });
   }
 
-  // exp(x) to about an ulp for x in [-87, 87]; 0 below -87.7.
-  static Float exponential(Float x) {
-    constexpr float kLog2E = 1.44269504f;
-    constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-    constexpr float kLn2High = 0.693145752f, kLn2Low = 1.42860677e-6f;
-    x = V::maximum(V::broadcast(-88.0f), x);  // keeps NaN; -88 is where n reaches -127
-    const Float rounded = V::fma(x, V::broadcast(kLog2E), V::broadcast(kRound));
-    const Float n = V::sub(rounded, V::broadcast(kRound));
-    Float r = V::fma(n, V::broadcast(-kLn2High), x);
-    r = V::fma(n, V::broadcast(-kLn2Low), r);
-    // exp(r) on [-ln2/2, ln2/2]: Taylor terms to r^7, remainder below 2^-27.
-    Float p = V::broadcast(1.0f / 5040.0f);
-    p = V::fma(p, r, V::broadcast(1.0f / 720.0f));
-    p = V::fma(p, r, V::broadcast(1.0f / 120.0f));
-    p = V::fma(p, r, V::broadcast(1.0f / 24.0f));
-    p = V::fma(p, r, V::broadcast(1.0f / 6.0f));
-    p = V::fma(p, r, V::broadcast(0.5f));
-    p = V::fma(p, r, V::broadcast(1.0f));
-    p = V::fma(p, r, V::broadcast(1.0f));
-    return V::mul(p, V::power_of_two(rounded));
-  }
-
   // S to P for the first `count` tokens of a row, whose weights join its total. Tokens past them
   // have no weight that is used.
   void softmax(std::int32_t row, std::int32_t count) {
@@ -396,12 +375,13 @@ class DecodeLoop {
     const float reference = V::reduce_maximum(largest);
     Float total = V::broadcast(0.0f);
     for (std::int32_t t = 0; t < end; t += kLanes) {
-      const Float p = exponential(V::sub(V::load(scores + t), V::broadcast(reference)));
+      const Float p = exponential<V>(V::sub(V::load(scores + t), V::broadcast(reference)));
       V::store(scores + t, p);
       total = V::add(total, p);
     }
     alignas(64) float rescale[kLanes];
-    V::store(rescale, exponential(V::sub(V::broadcast(references_[row]), V::broadcast(reference))));
+    V::store(rescale,
+             exponential<V>(V::sub(V::broadcast(references_[row]), V::broadcast(reference))));
     rescales_[row] = rescale[0];
     references_[row] = reference;
     // In double: a long row adds thousands of blocks.
