@@ -192,13 +192,14 @@ def explain_selection(
     block_table: torch.Tensor,
     cache_seqlens: torch.Tensor,
     head_dim_v: int,
+    kernel: str | None = None,
 ) -> tuple[str, dict[str, str]]:
     """The kernel that the library would use, and the reason of each that declines before it.
 
-    Takes what `flash_mla_with_kvcache` takes, with shapes as documented there.
+    Takes what `flash_mla_with_kvcache` takes, with shapes as documented there; `kernel` forces one.
 
     Raises:
-        RuntimeError: a wrong argument, or no kernel computes the call.
+        RuntimeError: a wrong argument, no kernel computes the call, or the forced one declines.
     """
     batch, seq_len_q, num_heads_q, _ = q.shape
     plan = torch.ops.flashmla.get_mla_metadata(
@@ -219,6 +220,7 @@ def explain_selection(
         device_type=_DEVICE_TYPES[q.device.type],
         device_index=q.device.index or 0,
         head_dim_v=head_dim_v,
+        kernel=None if kernel is None else kernel.encode(),
         **{name: _Tensor.of(tensor) for name, tensor in tensors.items()},
     )
     chosen, report = ctypes.c_char_p(), ctypes.c_char_p()

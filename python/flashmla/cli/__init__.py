@@ -7,13 +7,20 @@ import sys
 
 
 def main() -> None:
-    """Entry point. Errors of the user's making end in one line and status 1 or 2."""
+    """Entry point. Ends with 0; 1 for a failed check or wrong input; 2 for wrong usage; 130."""
     # Before torch starts its threads: what is printed should not depend on a spinning pool.
     os.environ.setdefault("OMP_WAIT_POLICY", "passive")
-    import typer
+    try:
+        import typer
 
-    from flashmla.cli import bench, check, decode, demo, info
-    from flashmla.cli.console import Failure, errors
+        from flashmla.cli import bench, check, decode, demo, info
+        from flashmla.cli.console import Failure, show_failure
+    except ModuleNotFoundError as error:
+        print(
+            f"flashmla: the command line needs the package {error.name}: pip install {error.name}",
+            file=sys.stderr,
+        )
+        sys.exit(1)
 
     app = typer.Typer(
         name="flashmla",
@@ -30,7 +37,7 @@ def main() -> None:
     try:
         app()
     except Failure as failure:
-        errors.print(f"[bold red]flashmla:[/] {failure}", highlight=False)
+        show_failure(failure)
         sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

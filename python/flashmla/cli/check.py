@@ -10,7 +10,7 @@ from rich.progress import track
 from rich.table import Table
 
 from flashmla import _library, cases, reference
-from flashmla.cli.console import Failure, console, errors, require_support
+from flashmla.cli.console import Failure, console, errors, kernels, require_support
 
 
 def _run_case(case: cases.Case, kernel: _library.Kernel) -> tuple[float, float]:
@@ -69,9 +69,9 @@ def run(
     require_support("cpu")
     if suite not in ("dense", "edge", "all"):
         raise Failure(f"--suite is {suite}; it must be dense, edge or all")
-    chosen = [k for k in _library.kernels() if kernel is None or kernel in k.name]
+    chosen = [k for k in kernels() if kernel is None or kernel in k.name]
     if not chosen:
-        names = ", ".join(k.name for k in _library.kernels())
+        names = ", ".join(k.name for k in kernels())
         raise Failure(f"no kernel's name contains {kernel!r}; there are {names}")
     todo = [
         case for name in ("dense", "edge") if suite in (name, "all") for case in cases.load(name)

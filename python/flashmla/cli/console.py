@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from rich.console import Console
+from rich.markup import escape
 
 import flashmla
+from flashmla import _library
 
 console = Console(highlight=False)
 errors = Console(stderr=True)
@@ -19,3 +21,24 @@ def require_support(device: str) -> None:
     supported, reason = flashmla.is_flashmla_supported(device)
     if not supported:
         raise Failure(reason)
+
+
+def show_failure(failure: Failure) -> None:
+    """Prints the message as it is: a shape in brackets is no markup."""
+    errors.print(f"[bold red]flashmla:[/] {escape(str(failure))}", highlight=False, soft_wrap=True)
+
+
+def kernels() -> list[_library.Kernel]:
+    """The library's kernels; fails where FLASHMLA_ISA holds a word that it does not know."""
+    try:
+        return _library.kernels()
+    except RuntimeError as error:
+        raise Failure(str(error)) from None
+
+
+def kernel_named(name: str) -> _library.Kernel:
+    for kernel in kernels():
+        if kernel.name == name:
+            return kernel
+    names = ", ".join(kernel.name for kernel in kernels())
+    raise Failure(f"--kernel is {name}; it must be one of {names}")

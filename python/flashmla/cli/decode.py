@@ -3,38 +3,69 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, TypeVar
 
 import torch
 import typer
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from rich.markup import escape
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 import flashmla
-from flashmla.cli.console import Failure, console, require_support
+from flashmla.cli.console import Failure, console, kernel_named, require_support
+
+Value = TypeVar("Value", bool, int, float)
 
 REQUIRED = ("q", "k_cache", "block_table", "cache_seqlens")
 OPTIONAL = ("tile_scheduler_metadata", "num_splits", "visible_lens")
 
 
+BOOLS = {"true": True, "1": True, "false": False, "0": False}
+
+
+def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
+    """Tensors and metadata of a file."""
+    try:
+        with safe_open(str(path), framework="pt") as file:
+            names = list(file.keys())
+            return {name: file.get_tensor(name) for name in names}, file.metadata() or {}
+    except (OSError, SafetensorError) as error:
+        raise Failure(f"cannot read {path}: {error}") from None
+
+
+def _scalar(name: str, option: Value | None, metadata: dict[str, str], kind: type[Value]):
+    """The option, else what the file's metadata says, else None."""
+    if option is not None or name not in metadata:
+        return option
+    text = metadata[name]
+    try:
+        return BOOLS[text.lower()] if kind is bool else kind(text)
+    except (KeyError, ValueError):
+        raise Failure(
+            f"the file's metadata has {name} = {text!r}; it must be of type {kind.__name__}"
+        ) from None
+
+
 def run(
     tensors: Annotated[Path, typer.Argument(help="Input, safetensors.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="Result, safetensors.")],
-    head_dim_v: Annotated[int, typer.Option(help="Components of a value.")] = 512,
+    head_dim_v: Annotated[int | None, typer.Option(help="Components of a value.")] = None,
     softmax_scale: Annotated[float | None, typer.Option(help="Default: head_dim ** -0.5.")] = None,
-    causal: Annotated[bool, typer.Option(help="Causal mask, aligned to the end.")] = False,
+    causal: Annotated[
+        bool | None, typer.Option("--causal/--no-causal", help="Causal mask, aligned to the end.")
+    ] = None,
+    kernel: Annotated[str | None, typer.Option(help="Force a kernel of `flashmla info`.")] = None,
 ) -> None:
     """Compute attention of tensors in a safetensors file.
 
     The file holds q, k_cache, block_table and cache_seqlens, and may hold visible_lens and a plan
-    (tile_scheduler_metadata and num_splits), named, shaped and typed as in the Python call. The
-    result holds out and softmax_lse.
+    (tile_scheduler_metadata and num_splits), named, shaped and typed as in the Python call.
+    head_dim_v, softmax_scale and causal come from the options, else from the file's metadata. The
+    result holds out and softmax_lse (natural logarithm).
     """
     require_support("cpu")
-    try:
-        given = load_file(str(tensors))
-    except (OSError, SafetensorError) as error:
-        raise Failure(f"cannot read {tensors}: {error}") from None
+    forced = -1 if kernel is None else kernel_named(kernel).index
+    given, metadata = _read(tensors)
     missing = [name for name in REQUIRED if name not in given]
     unknown = [name for name in given if name not in REQUIRED + OPTIONAL]
     if missing or unknown:
@@ -47,32 +78,39 @@ def run(
     plan = [given.get("tile_scheduler_metadata"), given.get("num_splits")]
     if (plan[0] is None) != (plan[1] is None):
         raise Failure(f"{tensors} has half of a plan; give both of its tensors or neither")
+    head_dim_v = _scalar("head_dim_v", head_dim_v, metadata, int)
+    if head_dim_v is None:
+        raise Failure(f"head_dim_v is neither in the metadata of {tensors} nor given: --head-dim-v")
+    softmax_scale = _scalar("softmax_scale", softmax_scale, metadata, float)
+    causal = bool(_scalar("causal", causal, metadata, bool))
     q, k_cache = given["q"], given["k_cache"]
+    for name in ("q", "k_cache"):
+        if given[name].dim() != 4 or 0 in given[name].shape[1:]:
+            raise Failure(
+                f"{name} has shape {tuple(given[name].shape)}; it must have 4 dimensions, and none "
+                "but the first may be empty"
+            )
     try:
         if plan[0] is None:
-            if q.dim() != 4 or k_cache.dim() != 4 or k_cache.shape[2] == 0:
-                raise Failure(
-                    f"q has shape {tuple(q.shape)} and k_cache {tuple(k_cache.shape)}; both must "
-                    "have 4 dimensions and k_cache at least one head"
-                )
             heads = q.shape[1] * q.shape[2] // k_cache.shape[2]
             plan = flashmla.get_mla_metadata(given["cache_seqlens"], heads, k_cache.shape[2])
-        with torch.inference_mode():
-            out, softmax_lse = flashmla.flash_mla_with_kvcache(
-                q,
-                k_cache,
-                given["block_table"],
-                given["cache_seqlens"],
-                head_dim_v,
-                *plan,
-                softmax_scale,
-                causal,
-                visible_lens=given.get("visible_lens"),
-            )
+        out, softmax_lse = torch.ops.flashmla.decode(
+            q,
+            k_cache,
+            head_dim_v,
+            given["cache_seqlens"],
+            given["block_table"],
+            softmax_scale,
+            causal,
+            *plan,
+            given.get("visible_lens"),
+            forced,
+        )
     except RuntimeError as error:
         raise Failure(str(error)) from None
     try:
         save_file({"out": out, "softmax_lse": softmax_lse}, str(output))
     except (OSError, SafetensorError) as error:
         raise Failure(f"cannot write {output}: {error}") from None
-    console.print(f"{output}: out {tuple(out.shape)}, softmax_lse {tuple(softmax_lse.shape)}")
+    shapes = f"out {tuple(out.shape)} {out.dtype}, softmax_lse {tuple(softmax_lse.shape)}"
+    console.print(escape(f"{output}: {shapes}"), soft_wrap=True)

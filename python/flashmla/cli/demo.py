@@ -56,7 +56,7 @@ def run(
         f"[dim]7.5M parameters, {dtype}, pages of {page_size}, {torch.get_num_threads()} threads, "
         f"{_library.cpu_features()}[/]"
     )
-    console.print(f"[bold]{prompt}[/]", end="", markup=True)
+    console.print(prompt, style="bold", end="", markup=False, soft_wrap=True)
     try:
         for step in generate(
             prompt,
