@@ -1,0 +1,290 @@
+// Times decode calls on a cold paged cache, beside the ceilings of this machine at that moment.
+//
+//   decode_bench [--threads N] [--kernel NAME] [--calls N] [--warm]
+//   [BATCH,LENGTH,HEADS,SEQ_LEN_Q]...
+//
+// A shared machine has slow spells: AMX may run at a quarter of its rate for seconds. Each call is
+// bracketed by short bursts of AMX products (of multiply-adds where there is no AMX), and counts
+// only if both bursts reach kQuietShare of the best one seen. Plain loads over as many other random
+// pages are timed after each call. What is printed are medians over the calls that count.
+#include <sys/mman.h>
+
+#include <algorithm>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <memory>
+#include <numeric>
+#include <random>
+#include <string>
+#include <vector>
+
+#include <omp.h>
+
+#include "ceilings.hpp"
+#include "flashmla/flashmla.h"
+
+namespace flashmla::bench {
+namespace {
+
+constexpr std::int64_t kHeadDim = 576;
+constexpr std::int64_t kHeadDimV = 512;
+constexpr std::int64_t kPageSize = 64;
+constexpr std::size_t kPageBytes = kHeadDim * kPageSize * 2;
+// Several times what a last-level cache keeps between two visits of a page.
+constexpr std::size_t kPoolBytes = std::size_t{3} << 29;
+constexpr double kQuietShare = 0.85;
+constexpr double kBurstMicroseconds = 50;
+constexpr int kMaxTries = 400;
+
+struct Shape {
+  std::int32_t batch, length, heads, seq_len_q;
+
+  double flop() const { return 2.0 * (kHeadDim + kHeadDimV) * batch * length * heads * seq_len_q; }
+  std::int64_t pages() const {
+    return std::int64_t{batch} * ((length + kPageSize - 1) / kPageSize);
+  }
+};
+
+struct Options {
+  int num_threads = 1;
+  int calls = 40;
+  bool warm = false;
+  std::string kernel;
+  std::vector<Shape> shapes;
+};
+
+// Random pages of a pool too large for any cache, each handed out once a round.
+class PagePool {
+ public:
+  PagePool() : order_(kPoolBytes / kPageBytes) {
+    void* base =
+        mmap(nullptr, kPoolBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+    if (base == MAP_FAILED) std::abort();
+    madvise(base, kPoolBytes, MADV_HUGEPAGE);
+    base_ = static_cast<std::byte*>(base);
+    // bf16 values in (-2, -1] and [1, 2): the exponent fixed, sign and fraction random.
+    auto* words = reinterpret_cast<std::uint64_t*>(base_);
+    std::uint64_t state = 1;
+    for (std::size_t i = 0; i < kPoolBytes / sizeof(std::uint64_t); ++i) {
+      state = state * 6364136223846793005u + 1442695040888963407u;
+      words[i] = (state & 0x807f807f807f807fu) | 0x3f803f803f803f80u;
+    }
+    std::iota(order_.begin(), order_.end(), 0);
+    std::shuffle(order_.begin(), order_.end(), std::mt19937(1));
+  }
+
+  std::byte* base() const { return base_; }
+  std::int64_t size() const { return static_cast<std::int64_t>(order_.size()); }
+  std::int32_t next() {
+    if (next_ == order_.size()) next_ = 0;
+    return order_[next_++];
+  }
+  const std::byte* page(std::int32_t id) const { return base_ + std::size_t(id) * kPageBytes; }
+
+ private:
+  std::byte* base_;
+  std::vector<std::int32_t> order_;
+  std::size_t next_ = 0;
+};
+
+flashmla_tensor tensor(void* data, std::int32_t dtype, std::vector<std::int64_t> shape) {
+  flashmla_tensor result{};
+  result.data = data;
+  result.dtype = dtype;
+  result.rank = static_cast<std::int32_t>(shape.size());
+  std::int64_t stride = 1;
+  for (std::size_t i = shape.size(); i-- > 0; stride *= shape[i]) {
+    result.shape[i] = shape[i];
+    result.strides[i] = stride;
+  }
+  return result;
+}
+
+class Call {
+ public:
+  Call(const Shape& shape, PagePool& pool, const Options& options)
+      : shape_(shape),
+        pool_(pool),
+        options_(options),
+        q_(std::size_t(shape.batch) * shape.seq_len_q * shape.heads * kHeadDim),
+        out_(std::size_t(shape.batch) * shape.seq_len_q * shape.heads * kHeadDimV),
+        lse_(std::size_t(shape.batch) * shape.seq_len_q * shape.heads),
+        table_(static_cast<std::size_t>(shape.pages())),
+        lengths_(static_cast<std::size_t>(shape.batch), shape.length),
+        plan_rows_(static_cast<std::size_t>(options.num_threads) * 8),
+        num_splits_(static_cast<std::size_t>(shape.batch) + 1) {
+    std::mt19937 random(2);
+    std::normal_distribution<float> normal;
+    for (std::uint16_t& element : q_) {
+      const float value = normal(random);
+      std::uint32_t bits = 0;
+      std::memcpy(&bits, &value, sizeof(bits));
+      element = static_cast<std::uint16_t>(bits >> 16);
+    }
+    args_.struct_size = sizeof(args_);
+    args_.q =
+        tensor(q_.data(), FLASHMLA_BFLOAT16, {shape.batch, shape.seq_len_q, shape.heads, kHeadDim});
+    args_.k_cache = tensor(pool.base(), FLASHMLA_BFLOAT16, {pool.size(), kPageSize, 1, kHeadDim});
+    args_.block_table =
+        tensor(table_.data(), FLASHMLA_INT32, {shape.batch, shape.pages() / shape.batch});
+    args_.cache_seqlens = tensor(lengths_.data(), FLASHMLA_INT32, {shape.batch});
+    args_.tile_scheduler_metadata =
+        tensor(plan_rows_.data(), FLASHMLA_INT32, {options.num_threads, 8});
+    args_.num_splits = tensor(num_splits_.data(), FLASHMLA_INT32, {shape.batch + 1});
+    args_.out = tensor(out_.data(), FLASHMLA_BFLOAT16,
+                       {shape.batch, shape.seq_len_q, shape.heads, kHeadDimV});
+    args_.softmax_lse =
+        tensor(lse_.data(), FLASHMLA_FLOAT32, {shape.batch, shape.heads, shape.seq_len_q});
+    args_.head_dim_v = kHeadDimV;
+    if (!options.kernel.empty()) args_.kernel = options.kernel.c_str();
+
+    flashmla_plan_args plan{};
+    plan.struct_size = sizeof(plan);
+    plan.cache_seqlens = args_.cache_seqlens;
+    plan.num_heads_per_head_k = std::int64_t{shape.seq_len_q} * shape.heads;
+    plan.num_heads_k = 1;
+    plan.tile_scheduler_metadata = args_.tile_scheduler_metadata;
+    plan.num_splits = args_.num_splits;
+    check(flashmla_plan(&plan));
+    take_pages();
+    check(flashmla_decode_workspace_size(&args_, options.num_threads, &workspace_bytes_));
+    workspace_.reset(
+        static_cast<std::byte*>(std::aligned_alloc(64, (workspace_bytes_ + 63) / 64 * 64)));
+    std::memset(workspace_.get(), 0, workspace_bytes_);
+  }
+
+  // Pages that no call has touched for a round of the pool.
+  void take_pages() {
+    for (std::int32_t& id : table_) id = pool_.next();
+  }
+
+  double time() {
+    const double begin = now_seconds();
+    check(flashmla_decode(&args_, workspace_.get(), workspace_bytes_, nullptr));
+    return now_seconds() - begin;
+  }
+
+  double read_rate_of_other_pages() {
+    std::vector<const std::byte*> runs;
+    for (std::int64_t i = 0; i < shape_.pages(); ++i) runs.push_back(pool_.page(pool_.next()));
+    return read_rate(options_.num_threads, runs, kPageBytes);
+  }
+
+ private:
+  static void check(flashmla_status status) {
+    if (status == FLASHMLA_OK) return;
+    std::fprintf(stderr, "%s\n", flashmla_last_error());
+    std::exit(1);
+  }
+
+  struct Free {
+    void operator()(std::byte* memory) const { std::free(memory); }
+  };
+
+  const Shape shape_;
+  PagePool& pool_;
+  const Options& options_;
+  std::vector<std::uint16_t> q_, out_;
+  std::vector<float> lse_;
+  std::vector<std::int32_t> table_, lengths_, plan_rows_, num_splits_;
+  flashmla_decode_args args_{};
+  std::size_t workspace_bytes_ = 0;
+  std::unique_ptr<std::byte, Free> workspace_;
+};
+
+double median(std::vector<double> values) {
+  std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
+  return values[values.size() / 2];
+}
+
+double burst(int num_threads) {
+  return has_amx_bf16() ? amx_bf16_rate(num_threads, kBurstMicroseconds)
+         : has_avx512() ? avx512_fma_rate(num_threads, kBurstMicroseconds)
+                        : avx2_fma_rate(num_threads, kBurstMicroseconds);
+}
+
+void measure(const Shape& shape, PagePool& pool, const Options& options) {
+  Call call(shape, pool, options);
+  call.time();
+  double best = 0;
+  for (int i = 0; i < 40; ++i) best = std::max(best, burst(options.num_threads));
+  std::vector<double> seconds, bursts, reads;
+  int tries = 0;
+  while (static_cast<int>(seconds.size()) < options.calls && tries < kMaxTries) {
+    ++tries;
+    if (!options.warm) call.take_pages();
+    const double before = burst(options.num_threads);
+    const double elapsed = call.time();
+    const double after = burst(options.num_threads);
+    const double read = call.read_rate_of_other_pages();
+    best = std::max({best, before, after});
+    if (std::min(before, after) < kQuietShare * best) continue;
+    seconds.push_back(elapsed);
+    bursts.push_back((before + after) / 2);
+    reads.push_back(read);
+  }
+  char name[64];
+  std::snprintf(name, sizeof(name), "%d,%d,%d,%d", shape.batch, shape.length, shape.heads,
+                shape.seq_len_q);
+  if (seconds.empty()) {
+    std::printf("%-16s never quiet in %d calls\n", name, tries);
+    return;
+  }
+  const double time = median(seconds);
+  const double gflops = shape.flop() / time * 1e-9;
+  const double bytes = static_cast<double>(shape.batch) * shape.length * kHeadDim * 2;
+  const double gbytes = bytes / time * 1e-9;
+  const double peak = median(bursts), read = median(reads);
+  std::printf(
+      "%-16s %9.1f us (%3zu of %3d) %7.0f GFLOP/s %5.1f%% of %6.0f   %6.2f GB/s %5.1f%% of %5.2f\n",
+      name, time * 1e6, seconds.size(), tries, gflops, 100 * gflops / peak, peak, gbytes,
+      100 * gbytes / read, read);
+}
+
+Options parse(int count, char** words) {
+  Options options;
+  for (int i = 1; i < count; ++i) {
+    const std::string word = words[i];
+    Shape shape{};
+    if (word == "--threads" && i + 1 < count) {
+      options.num_threads = std::max(1, std::atoi(words[++i]));
+    } else if (word == "--kernel" && i + 1 < count) {
+      options.kernel = words[++i];
+    } else if (word == "--calls" && i + 1 < count) {
+      options.calls = std::max(1, std::atoi(words[++i]));
+    } else if (word == "--warm") {
+      options.warm = true;
+    } else if (std::sscanf(word.c_str(), "%d,%d,%d,%d", &shape.batch, &shape.length, &shape.heads,
+                           &shape.seq_len_q) == 4 &&
+               std::min({shape.batch, shape.length, shape.heads, shape.seq_len_q}) > 0) {
+      options.shapes.push_back(shape);
+    } else {
+      std::fprintf(stderr,
+                   "%s: expected [--threads N] [--kernel NAME] [--calls N] [--warm] "
+                   "[BATCH,LENGTH,HEADS,SEQ_LEN_Q]...\n",
+                   word.c_str());
+      std::exit(2);
+    }
+  }
+  if (options.shapes.empty()) {
+    options.shapes = {{1, 4096, 1, 1},   {1, 4096, 4, 1},  {1, 4096, 8, 1},  {1, 4096, 16, 1},
+                      {8, 2048, 16, 1},  {1, 4096, 32, 1}, {1, 4096, 64, 1}, {1, 4096, 128, 1},
+                      {8, 2048, 128, 1}, {4, 1024, 128, 2}};
+  }
+  return options;
+}
+
+}  // namespace
+}  // namespace flashmla::bench
+
+int main(int count, char** words) {
+  using namespace flashmla::bench;
+  const Options options = parse(count, words);
+  omp_set_num_threads(options.num_threads);
+  PagePool pool;
+  std::printf("%d threads, %s; pages of %lld tokens, %s\n", options.num_threads,
+              options.kernel.empty() ? "the library's choice of kernel" : options.kernel.c_str(),
+              static_cast<long long>(kPageSize), options.warm ? "the same each call" : "cold");
+  for (const Shape& shape : options.shapes) measure(shape, pool, options);
+}
