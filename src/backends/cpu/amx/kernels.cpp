@@ -428,7 +428,7 @@ class Decode {
       const QueryRow where = query(row);
       const float total = scratch_.totals[row];
       const bool empty = scratch_.visible[row] == 0;
-      const float inverse = empty ? 0.0f : 1.0f / scratch_.rounded_totals[row];
+      const float inverse = empty ? 0.0f : 1.0f / total;
       constexpr double kLn2 = 0.69314718055994530942;
       const float lse =
           empty ? std::numeric_limits<float>::infinity()

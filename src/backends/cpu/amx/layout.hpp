@@ -87,9 +87,7 @@ class Scratch {
     transposed = take<std::int32_t>(kTileBytes);
     references = take<float>(row_tiles * kTileRowBytes);
     totals = take<float>(row_tiles * kTileRowBytes);
-    rounded_totals = take<float>(row_tiles * kTileRowBytes);
     block_totals = take<float>(row_tiles * kTileRowBytes);
-    rounded_block_totals = take<float>(row_tiles * kTileRowBytes);
     visible = take<std::int32_t>(row_tiles * kTileRowBytes);
   }
 
@@ -119,12 +117,10 @@ class Scratch {
   std::byte* zero_row;       // head_dim zeros: stands for tokens past the end
   std::byte* sink;           // takes the four tiles that the registers hold before the first result
   std::int32_t* transposed;  // a unit of P half way through its transpose
-  // [row]. m, in units of log2: an integer, or -inf before the row has seen a token.
+  // [row]. m, in units of log2; -inf before the row has seen a token.
   float* references;
-  float* totals;          // sum of P over the blocks that are done: what lse is made of
-  float* rounded_totals;  // the same of P in bf16: what out is divided by
-  float* block_totals;    // sums over this block
-  float* rounded_block_totals;
+  float* totals;          // sum of P over the blocks that are done
+  float* block_totals;    // sum of P over this block
   std::int32_t* visible;  // tokens of the task that the row sees
 
  private:

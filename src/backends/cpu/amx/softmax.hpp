@@ -1,15 +1,14 @@
 // Score tiles to weights, in pieces small enough to run between tile products.
 //
-// A row's reference m is not its running maximum: m is raised only when a score exceeds it by
-// kRaise, in powers of two, which float and bf16 hold without loss. After a row's first unit of
-// tokens that hardly ever happens, so O is hardly ever rescaled. m is an integer, so that what is
-// rescaled is only shifted: a raise costs no accuracy.
+// A row's reference m is not its running maximum: m is raised, to the largest score, only when a
+// score exceeds it by kRaise in powers of two, which float and bf16 hold without loss. After a
+// row's first unit of tokens that hardly ever happens, so O is hardly ever rescaled; and what is
+// rescaled then weighs less than 2^-kRaise of the rest, so that rounding it anew costs nothing.
 #pragma once
 
 #include <immintrin.h>
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -41,7 +40,8 @@ class SoftmaxQueue {
         scale_(std::abs(problem.softmax_scale) * kLog2E) {
     for (std::int32_t row = 0; row < row_tiles_ * kTileRows; ++row) {
       scratch_.references[row] = -std::numeric_limits<float>::infinity();
-      for (float* sums : all_totals()) sums[row] = 0.0f;
+      scratch_.totals[row] = 0.0f;
+      scratch_.block_totals[row] = 0.0f;
     }
   }
 
@@ -77,7 +77,6 @@ class SoftmaxQueue {
     while (ready_ > 0) run_piece();
     for (std::int32_t row = 0; row < row_tiles_ * kTileRows; row += kTileFloats) {
       add_and_clear(scratch_.totals + row, scratch_.block_totals + row);
-      add_and_clear(scratch_.rounded_totals + row, scratch_.rounded_block_totals + row);
     }
   }
 
@@ -85,10 +84,6 @@ class SoftmaxQueue {
   static constexpr float kLog2E = 1.44269504f;
   static constexpr std::int32_t kBlockUnits = Shape::kBlockTokens / Shape::kUnitTokens;
 
-  std::array<float*, 4> all_totals() const {
-    return {scratch_.totals, scratch_.rounded_totals, scratch_.block_totals,
-            scratch_.rounded_block_totals};
-  }
   static void add_and_clear(float* total, float* part) {
     _mm512_store_ps(total, _mm512_add_ps(_mm512_load_ps(total), _mm512_load_ps(part)));
     _mm512_store_ps(part, _mm512_setzero_ps());
@@ -102,12 +97,12 @@ class SoftmaxQueue {
   [[gnu::always_inline]] void run_piece() {
     // Units past the last token have scores, of zeros, but no weights.
     if (unit() < units_) {
-      if (piece_ == 0) {
-        masked_ ? check_reference<true>() : check_reference<false>();
-      } else if (piece_ <= 4) {
-        masked_ ? compute_weights<true>(piece_ - 1) : compute_weights<false>(piece_ - 1);
-      } else {
+      if (piece_ > 4) {
         store_weights(piece_ - 5);
+      } else if (parts_ == 1 || Shape::kGroupRowTiles == 1) {
+        masked_ ? run_masked_piece<1>() : run_scores_piece<1, false>();
+      } else {
+        masked_ ? run_masked_piece<2>() : run_scores_piece<2, false>();
       }
       if (++piece_ < kPiecesPerUnit) return;
     }
@@ -120,13 +115,38 @@ class SoftmaxQueue {
     ++group_;
   }
 
-  // Scores of one token of the unit, a lane a row, not yet scaled.
-  [[gnu::always_inline]] __m512 score(std::int32_t token) const {
-    const std::int64_t offset =
-        std::int64_t{unit_of_group_ * Shape::kUnitTokens + token} * kTileFloats;
-    const __m512 first = _mm512_load_ps(scores(group_, 0, row_tile_) + offset);
-    if (Shape::kGroupRowTiles == 1 || parts_ == 1) return first;
-    return _mm512_add_ps(first, _mm512_load_ps(scores(group_, 1, row_tile_) + offset));
+  // Out of line: few blocks are masked, and the loops that run pieces are long as they are.
+  template <std::int32_t kParts>
+  [[gnu::noinline]] void run_masked_piece() {
+    run_scores_piece<kParts, true>();
+  }
+  template <std::int32_t kParts, bool kMasked>
+  [[gnu::always_inline]] void run_scores_piece() {
+    if (piece_ == 0) {
+      check_reference<kParts, kMasked>();
+    } else {
+      compute_weights<kParts, kMasked>(piece_ - 1);
+    }
+  }
+
+  // Scores of the unit's tokens, a lane a row, not yet scaled.
+  template <std::int32_t kParts>
+  struct UnitScores {
+    const float* parts[kParts];
+    [[gnu::always_inline]] __m512 operator[](std::int32_t token) const {
+      const __m512 first = _mm512_load_ps(parts[0] + token * kTileFloats);
+      if constexpr (kParts == 1) return first;
+      return _mm512_add_ps(first, _mm512_load_ps(parts[kParts - 1] + token * kTileFloats));
+    }
+  };
+  template <std::int32_t kParts>
+  [[gnu::always_inline]] UnitScores<kParts> unit_scores() const {
+    UnitScores<kParts> result;
+    for (std::int32_t part = 0; part < kParts; ++part) {
+      result.parts[part] =
+          scores(group_, part, row_tile_) + unit_of_group_ * Shape::kUnitTokens * kTileFloats;
+    }
+    return result;
   }
 
   // Rows that see a token of the unit.
@@ -136,17 +156,18 @@ class SoftmaxQueue {
     return _mm512_cmpgt_epi32_mask(visible, _mm512_set1_epi32(index));
   }
 
-  template <bool kMasked>
+  template <std::int32_t kParts, bool kMasked>
   [[gnu::always_inline]] void check_reference() {
+    const UnitScores<kParts> score = unit_scores<kParts>();
     // Two chains, so that the latency of the maximum is half hidden.
     __m512 largest[2] = {_mm512_set1_ps(-std::numeric_limits<float>::infinity()),
                          _mm512_set1_ps(-std::numeric_limits<float>::infinity())};
     for (std::int32_t token = 0; token < Shape::kUnitTokens; ++token) {
       __m512& chain = largest[token % 2];
       if constexpr (kMasked) {
-        chain = _mm512_mask_max_ps(chain, seeing(token), chain, score(token));
+        chain = _mm512_mask_max_ps(chain, seeing(token), chain, score[token]);
       } else {
-        chain = _mm512_max_ps(chain, score(token));
+        chain = _mm512_max_ps(chain, score[token]);
       }
     }
     const __m512 exponent =
@@ -161,13 +182,12 @@ class SoftmaxQueue {
   [[gnu::noinline]] void raise(__mmask16 raised, __m512 exponent) {
     float* references = scratch_.references + row_tile_ * kTileRows;
     const __m512 before = _mm512_load_ps(references);
-    const __m512 after = _mm512_mask_roundscale_ps(before, raised, exponent,
-                                                   _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC);
+    const __m512 after = _mm512_mask_mov_ps(before, raised, exponent);
     _mm512_store_ps(references, after);
     // 2^(before - after): 0 for a row that had seen nothing.
-    const __m512 factors = _mm512_mask_scalef_ps(_mm512_set1_ps(1.0f), raised, _mm512_set1_ps(1.0f),
-                                                 _mm512_sub_ps(before, after));
-    for (float* sums : all_totals()) {
+    const __m512 factors =
+        _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), raised, exp2_f32x16(_mm512_sub_ps(before, after)));
+    for (float* sums : {scratch_.totals, scratch_.block_totals}) {
       float* of_tile = sums + row_tile_ * kTileRows;
       _mm512_store_ps(of_tile, _mm512_mul_ps(_mm512_load_ps(of_tile), factors));
     }
@@ -179,17 +199,15 @@ class SoftmaxQueue {
   }
 
   void rescale_row(std::int32_t row, __m512 factor) {
-    // Weights of this block's earlier units. Factors are powers of two: nothing is rounded.
+    // Weights of this block's earlier units.
     const __m512i high_half = _mm512_set1_epi32(static_cast<int>(0xffff0000u));
     for (std::byte* tile = weights(0); tile < weights(unit()); tile += kTileBytes) {
       void* elements = tile + row * kTileRowBytes;
       const __m512i pairs = _mm512_load_si512(elements);
       const __m512 even = _mm512_castsi512_ps(_mm512_slli_epi32(pairs, 16));
       const __m512 odd = _mm512_castsi512_ps(_mm512_and_si512(pairs, high_half));
-      const __m512i new_even = _mm512_castps_si512(_mm512_mul_ps(even, factor));
-      const __m512i new_odd = _mm512_castps_si512(_mm512_mul_ps(odd, factor));
-      _mm512_store_si512(elements, _mm512_or_si512(_mm512_srli_epi32(new_even, 16),
-                                                   _mm512_and_si512(new_odd, high_half)));
+      _mm512_store_si512(elements,
+                         to_bf16_pairs(_mm512_mul_ps(even, factor), _mm512_mul_ps(odd, factor)));
     }
     if (first_) return;
     const std::int32_t column_tiles = head_dim_v_ / kTileFloats;
@@ -203,15 +221,16 @@ class SoftmaxQueue {
   // P of a quarter of the unit's tokens, rounded and half transposed: four vectors with a lane a
   // row and one 32-bit element a pair of tokens (FewRows: a token) become four with four such
   // elements of a row in each 128-bit lane.
-  template <bool kMasked>
+  template <std::int32_t kParts, bool kMasked>
   [[gnu::always_inline]] void compute_weights(std::int32_t quarter) {
+    const UnitScores<kParts> score = unit_scores<kParts>();
     constexpr std::int32_t kTokens = Shape::kUnitTokens / 4;
     const __m512 scale = _mm512_set1_ps(scale_);
     const __m512 reference = _mm512_load_ps(scratch_.references + row_tile_ * kTileRows);
     __m512 p[kTokens];
     for (std::int32_t i = 0; i < kTokens; ++i) {
       const std::int32_t token = quarter * kTokens + i;
-      p[i] = exp2_f32x16(_mm512_fmsub_ps(score(token), scale, reference));
+      p[i] = exp2_f32x16(_mm512_fmsub_ps(score[token], scale, reference));
       if constexpr (kMasked) p[i] = _mm512_maskz_mov_ps(seeing(token), p[i]);
     }
     __m512i r[4];
@@ -225,9 +244,6 @@ class SoftmaxQueue {
         sum[i] = p[i];
       }
     }
-    // What the products will add up, so that out is divided by what it was weighed with.
-    const __m512 rounded_sum =
-        _mm512_add_ps(sum_bf16_pairs(r[0], r[1]), sum_bf16_pairs(r[2], r[3]));
     transpose_4x4_in_lanes(r);
     for (std::int32_t i = 0; i < 4; ++i) {
       _mm512_store_si512(scratch_.transposed + (i * 4 + quarter) * kTileFloats, r[i]);
@@ -236,8 +252,6 @@ class SoftmaxQueue {
         _mm512_add_ps(_mm512_add_ps(sum[0], sum[1]), _mm512_add_ps(sum[2], sum[3]));
     float* totals = scratch_.block_totals + row_tile_ * kTileRows;
     _mm512_store_ps(totals, _mm512_add_ps(_mm512_load_ps(totals), quarter_sum));
-    float* rounded_totals = scratch_.rounded_block_totals + row_tile_ * kTileRows;
-    _mm512_store_ps(rounded_totals, _mm512_add_ps(_mm512_load_ps(rounded_totals), rounded_sum));
   }
 
   // The other half of the transpose: rows `offset`, offset + 4, offset + 8, offset + 12 of the P

@@ -39,14 +39,6 @@ namespace {
   return _mm512_cvtepu16_epi32(reinterpret_cast<__m256i>(_mm512_cvtneps_pbh(x)));
 }
 
-// Lane i: the sum of the two bf16 of a[i] and the two of b[i].
-[[gnu::always_inline]] inline __m512 sum_bf16_pairs(__m512i a, __m512i b) {
-  constexpr int kOnes = 0x3f803f80;
-  const auto ones = reinterpret_cast<__m512bh>(_mm512_set1_epi32(kOnes));
-  const __m512 of_a = _mm512_dpbf16_ps(_mm512_setzero_ps(), reinterpret_cast<__m512bh>(a), ones);
-  return _mm512_dpbf16_ps(of_a, reinterpret_cast<__m512bh>(b), ones);
-}
-
 // A 4 x 4 transpose of 32-bit elements inside each 128-bit lane: r[c] lane L element i becomes
 // what r[i] lane L element c was.
 [[gnu::always_inline]] inline void transpose_4x4_in_lanes(__m512i (&r)[4]) {
