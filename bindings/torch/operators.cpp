@@ -285,28 +285,23 @@ STABLE_TORCH_LIBRARY_IMPL(flashmla, CPU, library) {
 }
 
 // Registers the two original operators under the library name that vLLM uses, for the life of the
-// process. Returns 0, or 1 with the reason in flashmla_torch_last_error() when another package
-// defines that library. Called from Python once it has looked for one.
-static std::string registration_error;
-
+// process. Returns 0, or 1 when another package defines that library already. Called from Python
+// once it has looked for one.
 extern "C" FLASHMLA_API int flashmla_torch_register_vllm_names() {
-  try {
-    static std::array<std::unique_ptr<StableLibrary>, 2> libraries;
-    if (libraries[0] != nullptr) return 0;
-    auto definition = std::make_unique<StableLibrary>(StableLibrary::Kind::DEF, "_flashmla_C",
-                                                      nullptr, __FILE__, __LINE__);
-    definition->def(kDecodeSchema).def(kPlanSchema);
-    auto implementation = std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, "_flashmla_C",
-                                                          "CPU", __FILE__, __LINE__);
-    kernels(*implementation);
-    libraries = {std::move(definition), std::move(implementation)};
-    return 0;
-  } catch (const std::exception& error) {
-    registration_error = error.what();
+  constexpr const char* kName = "_flashmla_C";
+  static std::array<std::unique_ptr<StableLibrary>, 2> libraries;
+  if (libraries[0] != nullptr) return 0;
+  // The definition is what two packages cannot both make; its handle is kept as long as the
+  // process.
+  TorchLibraryHandle definition = nullptr;
+  if (aoti_torch_library_init_def(kName, __FILE__, __LINE__, &definition) != AOTI_TORCH_SUCCESS) {
     return 1;
   }
-}
-
-extern "C" FLASHMLA_API const char* flashmla_torch_last_error() {
-  return registration_error.c_str();
+  libraries[0] = std::make_unique<StableLibrary>(StableLibrary::Kind::FRAGMENT, kName, nullptr,
+                                                 __FILE__, __LINE__);
+  libraries[0]->def(kDecodeSchema).def(kPlanSchema);
+  libraries[1] =
+      std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, kName, "CPU", __FILE__, __LINE__);
+  kernels(*libraries[1]);
+  return 0;
 }

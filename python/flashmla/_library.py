@@ -103,7 +103,6 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     library.flashmla_last_error.restype = ctypes.c_char_p
     library.flashmla_version.restype = ctypes.c_char_p
     library.flashmla_cpu_features.restype = ctypes.c_char_p
-    library.flashmla_torch_last_error.restype = ctypes.c_char_p
     library.flashmla_plan_num_parts.argtypes = [
         ctypes.c_int32,
         ctypes.c_int32,
@@ -263,6 +262,8 @@ def register_vllm_names() -> bool:
     if library().flashmla_torch_register_vllm_names() == _OK:
         return True
     if forced == "1":
-        reason = library().flashmla_torch_last_error().decode()
-        raise RuntimeError(f"cannot register torch.ops._flashmla_C: {reason}")
+        raise RuntimeError(
+            "cannot register torch.ops._flashmla_C: another package defines that library, and "
+            "FLASHMLA_REGISTER_VLLM_NAMES is 1; unset it to leave the names to that package"
+        )
     return False

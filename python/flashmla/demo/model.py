@@ -6,7 +6,7 @@ and a rotated key part r (qk_rope_head_dim) that all heads share. For head h
     k_h = [W_uk_h c, r],  v_h = W_uv_h c,  score = S * dot([q_nope_h, q_rope_h], k_h)
 
 `PlainModel` computes exactly that, caching k and v of every head. `PagedModel` absorbs W_uk into
-the query and W_uv into the output, so that attention runs over the cached vectors [c, r] themselves,
+the query and W_uv into the output: attention then runs over the cached vectors [c, r] themselves,
 as key and (their first kv_lora_rank components) value: what `flash_mla_with_kvcache` computes over
 a paged cache.
 

@@ -9,7 +9,9 @@ namespace {
 
 void run_with_openmp(void*, std::int64_t count, void (*body)(void*, std::int64_t),
                      void* body_data) {
+#if defined(_OPENMP)
 #pragma omp parallel for schedule(static, 1)
+#endif
   for (std::int64_t index = 0; index < count; ++index) body(body_data, index);
 }
 

@@ -1,0 +1,42 @@
+"""Settings and fixtures of the Python tests."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+from flashmla import _library
+
+settings.register_profile(
+    "default",
+    deadline=None,
+    max_examples=40,
+    derandomize=bool(os.environ.get("CI")),
+    suppress_health_check=[HealthCheck.too_slow],
+)
+settings.load_profile("default")
+
+KERNELS = [kernel for kernel in _library.kernels() if kernel.usable]
+BF16_KERNELS = [
+    kernel
+    for kernel in KERNELS
+    # The reference is exact and slow; the C++ tests and `flashmla check` run it.
+    if kernel.dtype == torch.bfloat16 and kernel.instruction_set != "reference"
+]
+
+
+@pytest.fixture(params=BF16_KERNELS, ids=lambda kernel: kernel.name)
+def kernel(request) -> _library.Kernel:
+    """Each kernel that computes bfloat16 on this machine, to be forced."""
+    return request.param
+
+
+@pytest.fixture(autouse=True)
+def _two_threads():
+    """The same pool everywhere, whatever a test sets it to."""
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(2)

@@ -1,0 +1,240 @@
+"""The operator against float64: the case list on every kernel, and what the definition implies."""
+
+from __future__ import annotations
+
+import math
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from conftest import KERNELS
+from hypothesis import given
+from hypothesis import strategies as st
+from inputs import attend, formula_inputs, library_plan, same_bits
+
+import flashmla
+from flashmla import cases, reference
+from flashmla.cli.check import limits
+
+CASES = cases.load("dense") + cases.load("edge")
+
+
+def expected_of(inputs: cases.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
+    return reference.attend(
+        inputs.q,
+        inputs.k_cache,
+        inputs.block_table,
+        inputs.cache_seqlens,
+        inputs.head_dim_v,
+        inputs.softmax_scale,
+        inputs.causal,
+        inputs.visible_lens,
+    )
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_every_kernel_is_within_the_bounds_on_every_case(case, dtype):
+    inputs = cases.make_inputs(case, dtype)
+    expected = expected_of(inputs)
+    bound = limits(case, dtype)
+    for kernel in KERNELS:
+        if kernel.dtype != dtype or kernel.instruction_set == "reference":
+            continue
+        for plan in (library_plan(inputs), *(cases.plan_of(inputs, n) for n in case.parts)):
+            out_error, lse_error = reference.errors(*attend(inputs, plan, kernel), *expected)
+            assert out_error <= bound.out_relative, kernel.name
+            assert lse_error <= bound.lse_absolute, kernel.name
+
+
+@given(
+    lens=st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    dims=st.sampled_from([(64, 64), (96, 64), (128, 128), (576, 512)]),
+    kv_heads=st.sampled_from([1, 2, 3]),
+    group=st.integers(1, 20),
+    queries=st.integers(1, 4),
+    page=st.sampled_from([1, 3, 16, 64, 100]),
+    causal=st.booleans(),
+    parts=st.integers(1, 7),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+)
+def test_any_shape_is_within_the_bounds(
+    lens, dims, kv_heads, group, queries, page, causal, parts, dtype
+):
+    case = cases.Case(
+        name=f"{lens}{dims}{kv_heads}{group}{queries}",
+        lens=tuple(lens),
+        head_dim=dims[0],
+        head_dim_v=dims[1],
+        heads=kv_heads * group,
+        kv_heads=kv_heads,
+        seq_len_q=queries,
+        page=page,
+        causal=causal,
+    )
+    inputs = cases.make_inputs(case, dtype)
+    found = attend(inputs, cases.plan_of(inputs, parts))
+    out_error, lse_error = reference.errors(*found, *expected_of(inputs))
+    bound = reference.TOLERANCES[dtype]
+    # On so few numbers the norm is not yet an average; the bound doubles.
+    assert out_error <= 2 * bound.out_relative
+    assert lse_error <= bound.lse_absolute
+
+
+@given(data=st.data(), queries=st.integers(1, 5), length=st.integers(0, 200))
+def test_visible_lens_is_any_non_decreasing_bound(data, queries, length):
+    bounds = sorted(data.draw(st.integers(0, length)) for _ in range(queries))
+    case = cases.Case("visible", (length,), 96, 64, 3, seq_len_q=queries, visible=(tuple(bounds),))
+    inputs = cases.make_inputs(case, torch.float32)
+    found = attend(inputs, cases.plan_of(inputs, 2))
+    out_error, lse_error = reference.errors(*found, *expected_of(inputs))
+    assert out_error <= 4e-6
+    assert lse_error <= 2e-6
+
+
+def test_causal_is_a_special_case_of_visible_lens(kernel):
+    inputs = formula_inputs([130, 2, 0], 16, 4, causal=True)
+    expected = attend(inputs, kernel=kernel)
+    steps = torch.arange(4, dtype=torch.int32)
+    inputs.visible_lens = (inputs.cache_seqlens[:, None] - 4 + steps + 1).clamp_min(0)
+    inputs.causal = False
+    found = attend(inputs, kernel=kernel)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("poison", [math.nan, math.inf])
+def test_a_token_that_a_query_does_not_see_never_touches_it(kernel, poison):
+    inputs = formula_inputs([130], 20, 3, causal=True)
+    expected = attend(inputs, kernel=kernel)
+    last = inputs.block_table[0, 2].long()
+    inputs.k_cache[last, 1] = poison  # token 129, which only the last query sees
+    out, lse = attend(inputs, kernel=kernel)
+    assert same_bits(out[:, :2], expected[0][:, :2])
+    assert same_bits(lse[:, :, :2], expected[1][:, :, :2])
+    assert out[:, 2].isnan().any()
+
+
+def test_nan_in_one_query_stays_there(kernel):
+    inputs = formula_inputs([130, 70], 20, 2)
+    expected = attend(inputs, kernel=kernel)
+    inputs.q[0, 1, 7, 3] = math.nan
+    out, lse = attend(inputs, kernel=kernel)
+    assert out[0, 1, 7].isnan().all()
+    assert lse[0, 7, 1].isnan()
+    out[0, 1, 7], lse[0, 7, 1] = expected[0][0, 1, 7], expected[1][0, 7, 1]
+    assert same_bits(out, expected[0])
+    assert same_bits(lse, expected[1])
+
+
+@pytest.mark.parametrize("direction", [1, -1])
+@pytest.mark.parametrize("reach", [50.0, 1e4])
+def test_scores_that_grow_or_fall_along_the_row_do_not_overflow(kernel, direction, reach):
+    length, heads = 700, 20
+    ramp = torch.linspace(0, 1, length)[:: direction if direction == 1 else 1]
+    ramp = ramp.flip(0) if direction == -1 else ramp
+    inputs = formula_inputs([length], heads, scale=1.0)
+    keys = torch.randn(length, 576, generator=torch.Generator().manual_seed(0))
+    keys[:, 512] = ramp
+    flat = keys.bfloat16()[:, None]
+    for page in range(-(-length // 64)):
+        tokens = flat[page * 64 : (page + 1) * 64]
+        inputs.k_cache[inputs.block_table[0, page].long(), : len(tokens)] = tokens
+    inputs.q.zero_()
+    inputs.q[..., 512] = reach
+    out, lse = attend(inputs, kernel=kernel)
+    expected_out, expected_lse = expected_of(inputs)
+    assert out.isfinite().all()
+    assert float((out.double() - expected_out).norm() / expected_out.norm()) < 5e-3
+    assert float((lse.double() - expected_lse).abs().max()) <= 2e-5 + reach * 2.0**-20
+
+
+def test_strided_arguments_and_results_change_no_bit(kernel):
+    inputs = formula_inputs([97, 300, 0], 16, 2, causal=True)
+    plan = library_plan(inputs)
+    expected = attend(inputs, plan)
+    spread = torch.full((3, 2, 2, 16, 600), math.nan, dtype=torch.bfloat16)
+    spread[:, 1, :, :, 10:586] = inputs.q
+    inputs.q = spread[:, 1, :, :, 10:586]
+    lens = torch.full((3, 5), 7, dtype=torch.int32)
+    lens[:, 2] = inputs.cache_seqlens
+    inputs.cache_seqlens = lens[:, 2]
+    inputs.block_table = inputs.block_table.t().contiguous().t()
+    assert all(same_bits(a, b) for a, b in zip(attend(inputs, plan), expected, strict=True))
+
+    out = torch.full((16, 3, 2, 700), 9.0, dtype=torch.bfloat16).permute(1, 2, 0, 3)[..., :512]
+    lse = torch.full((2, 3, 16), 9.0).permute(1, 2, 0)
+    returned = flashmla.flash_mla_with_kvcache(
+        inputs.q,
+        inputs.k_cache,
+        inputs.block_table,
+        inputs.cache_seqlens,
+        512,
+        *plan,
+        0.25,
+        True,
+        out=out,
+        softmax_lse=lse,
+    )
+    assert returned[0] is out
+    assert returned[1] is lse
+    assert same_bits(out, expected[0])
+    assert same_bits(lse, expected[1])
+    guard = out.as_strided((3, 2, 16, 188), out.stride(), out.storage_offset() + 512)
+    assert (guard == 9.0).all()
+
+
+def test_half_of_the_results_may_be_preallocated():
+    inputs = formula_inputs([97], 4)
+    plan = library_plan(inputs)
+    expected = attend(inputs, plan)
+    arguments = (inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens, 512, *plan)
+    out = torch.empty_like(expected[0])
+    found = flashmla.flash_mla_with_kvcache(*arguments, 0.25, out=out)
+    assert found[0] is out
+    assert same_bits(found[1], expected[1])
+    lse = torch.empty_like(expected[1])
+    found = flashmla.flash_mla_with_kvcache(*arguments, 0.25, softmax_lse=lse)
+    assert found[1] is lse
+    assert same_bits(found[0], expected[0])
+
+
+def test_the_number_of_threads_changes_no_bit(kernel):
+    inputs = formula_inputs([700, 3, 130, 0, 64], 40, 3, causal=True)
+    plan = cases.plan_of(inputs, 6)
+    found = []
+    for threads in (1, 2, 5):
+        torch.set_num_threads(threads)
+        found.append(attend(inputs, plan, kernel))
+    assert all(same_bits(found[0][0], out) and same_bits(found[0][1], lse) for out, lse in found)
+
+
+def test_calls_from_several_threads_equal_calls_in_turn():
+    problems = [formula_inputs([60 + 37 * i, 5 * i], 8, 2, causal=True) for i in range(8)]
+    expected = [attend(problem) for problem in problems]
+    with ThreadPoolExecutor(8) as pool:
+        for _ in range(5):
+            for found, wanted in zip(pool.map(attend, problems), expected, strict=True):
+                assert all(same_bits(a, b) for a, b in zip(found, wanted, strict=True))
+
+
+def test_batch_of_zero_rows():
+    inputs = formula_inputs([10], 4)
+    inputs.q, inputs.block_table = inputs.q[:0], inputs.block_table[:0]
+    inputs.cache_seqlens = inputs.cache_seqlens[:0]
+    out, lse = attend(inputs)
+    assert out.shape == (0, 1, 4, 512)
+    assert lse.shape == (0, 4, 1)
+
+
+def test_memory_does_not_grow_over_many_calls():
+    import resource
+
+    inputs = formula_inputs([130, 64], 16)
+    plan = cases.plan_of(inputs, 3)
+    for _ in range(200):
+        attend(inputs, plan)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    for _ in range(2000):
+        attend(inputs, plan)
+    grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+    assert grown_kib < 4096

@@ -1,0 +1,176 @@
+"""Each check of the attention call: the message names the argument and what it was, and nothing is
+written."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from inputs import formula_inputs, library_plan
+
+import flashmla
+
+
+def arguments() -> dict[str, object]:
+    inputs = formula_inputs([150, 20], 4, 2, causal=True)
+    metadata, num_splits = library_plan(inputs)
+    return {
+        "q": inputs.q,
+        "k_cache": inputs.k_cache,
+        "block_table": inputs.block_table,
+        "cache_seqlens": inputs.cache_seqlens,
+        "head_dim_v": 512,
+        "tile_scheduler_metadata": metadata,
+        "num_splits": num_splits,
+        "softmax_scale": 0.25,
+        "causal": True,
+        "visible_lens": None,
+        "out": torch.full((2, 2, 4, 512), 5.0, dtype=torch.bfloat16),
+        "softmax_lse": torch.full((2, 4, 2), 5.0),
+    }
+
+
+def ints(*values: int) -> torch.Tensor:
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def table_with(row: int, column: int, value: int):
+    def change(given):
+        table = given["block_table"].clone()
+        table[row, column] = value
+        return {"block_table": table}
+
+    return change
+
+
+def last_stride_two(name: str):
+    def change(given):
+        tensor = given[name]
+        return {name: torch.stack([tensor, tensor], dim=-1)[..., 0]}
+
+    return change
+
+
+def with_visible(*counts: list[int]):
+    return {"visible_lens": torch.tensor(counts, dtype=torch.int32), "causal": False}
+
+
+BAD = [
+    ({"q": torch.zeros(2, 4, 576).bfloat16()}, r"q has 3 dimensions; it must have 4"),
+    ({"q": torch.zeros(2, 2, 4, 576)}, "k_cache has dtype bfloat16; it must be that of q, float32"),
+    ({"q": torch.zeros(2, 2, 4, 576).double()}, "q has dtype Double"),
+    (
+        {"q": torch.zeros(2, 2, 4, 100).bfloat16()},
+        r"is \(100, 512\); it must be one of",
+    ),
+    ({"q": torch.zeros(2, 0, 4, 576).bfloat16()}, r"seq_len_q .* is 0"),
+    ({"head_dim_v": 511}, r"\(576, 511\); it must be one of .*\(64, 64\)"),
+    ({"head_dim_v": -1}, r"\(576, -1\)"),
+    ({"k_cache": torch.zeros(5, 64, 1, 512).bfloat16()}, r"k_cache has shape \(5, 64, 1, 512\)"),
+    ({"k_cache": torch.zeros(5, 64, 576).bfloat16()}, "k_cache has 3 dimensions"),
+    ({"k_cache": torch.zeros(5, 64, 3, 576).bfloat16()}, "q has 4 heads; they must be a multiple"),
+    ({"k_cache": torch.zeros(5, 0, 1, 576).bfloat16()}, r"page_block_size .* is 0"),
+    ({"k_cache": torch.zeros(5, 64, 0, 576).bfloat16()}, r"num_heads_k .* is 0"),
+    ({"block_table": torch.zeros(2, 3, dtype=torch.int64)}, "block_table has dtype Long"),
+    ({"block_table": torch.zeros(3, 3, dtype=torch.int32)}, r"block_table has shape \(3, 3\)"),
+    ({"block_table": torch.zeros(2, dtype=torch.int32)}, "block_table has 1 dimensions"),
+    (table_with(0, 2, -1), r"block_table\[0, 2\] is -1; k_cache has blocks 0 to"),
+    (table_with(1, 0, 2147480000), r"block_table\[1, 0\] is 2147480000"),
+    ({"cache_seqlens": torch.zeros(2)}, "cache_seqlens has dtype float32; it must be int32"),
+    ({"cache_seqlens": ints(150)}, r"cache_seqlens has shape \(1\)"),
+    ({"cache_seqlens": ints(150, -1)}, r"cache_seqlens\[1\] is -1; it must be between 0 and 192"),
+    ({"cache_seqlens": ints(193, 20)}, r"cache_seqlens\[0\] is 193; it must be between 0 and 192"),
+    ({"tile_scheduler_metadata": torch.zeros(2, 7, dtype=torch.int32)}, r"has shape \(2, 7\)"),
+    ({"tile_scheduler_metadata": torch.zeros(0, 8, dtype=torch.int32)}, r"num_sm_parts .* is 0"),
+    ({"tile_scheduler_metadata": torch.zeros(2, 8)}, "tile_scheduler_metadata has dtype"),
+    ({"num_splits": torch.zeros(2, dtype=torch.int32)}, r"num_splits has shape \(2\)"),
+    ({"num_splits": torch.zeros(3)}, "num_splits has dtype float32"),
+    ({"softmax_scale": float("nan")}, "softmax_scale is nan; it must be a finite"),
+    ({"softmax_scale": 1e300}, "softmax_scale is .*; it must be a finite"),
+    (last_stride_two("q"), "q has strides .*; the last dimension must be contiguous"),
+    (last_stride_two("k_cache"), "k_cache has strides .*; the last dimension must be contiguous"),
+    (last_stride_two("out"), "out has strides .*; the last dimension must be contiguous"),
+    (with_visible([3, 2], [1, 1]), r"visible_lens\[0, 1\] is 2; it must be between 3"),
+    (with_visible([3, 4], [1, 21]), r"visible_lens\[1, 1\] is 21; .* and 20"),
+    (with_visible([-1, 4], [1, 1]), r"visible_lens\[0, 0\] is -1"),
+    (with_visible([1, 2]), r"visible_lens has shape \(1, 2\)"),
+    ({**with_visible([1, 2], [1, 2]), "causal": True}, "causal is True and visible_lens is given"),
+    ({"out": torch.full((2, 2, 4, 64), 5.0).bfloat16()}, r"out has shape \(2, 2, 4, 64\)"),
+    ({"out": torch.full((2, 2, 4, 512), 5.0)}, "out has dtype float32; it must be that of q"),
+    (
+        {"out": torch.full((1, 1, 1, 512), 5.0).bfloat16().expand(2, 2, 4, 512)},
+        "out has .*; it is written, so its elements must not share memory",
+    ),
+    ({"softmax_lse": torch.full((2, 2, 4), 5.0)}, r"softmax_lse has shape \(2, 2, 4\)"),
+    ({"softmax_lse": torch.full((2, 4, 2), 5.0).half()}, "softmax_lse has dtype float16"),
+    (
+        {"softmax_lse": torch.full((1, 1, 1), 5.0).expand(2, 4, 2)},
+        "softmax_lse has .*must not share memory",
+    ),
+    (
+        {"block_table": torch.zeros(2, 3, dtype=torch.int32, device="meta")},
+        "block_table is on meta",
+    ),
+    ({"out": torch.empty(2, 2, 4, 512, dtype=torch.bfloat16, device="meta")}, "out is on meta"),
+    ({"q": torch.zeros(2, 2, 4, 576).bfloat16().requires_grad_()}, "q requires gradients"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=lambda value: str(value)[:40])
+def test_is_refused_with_a_message_that_names_it(change, message):
+    given = arguments()
+    kept = (given["out"], given["softmax_lse"])
+    given.update(change(given) if callable(change) else change)
+    with pytest.raises(RuntimeError, match=message):
+        flashmla.flash_mla_with_kvcache(**given)
+    assert all((tensor == 5.0).all() for tensor in kept)
+    for name in ("out", "softmax_lse"):
+        if given[name].device.type == "cpu":
+            assert (given[name] == 5.0).all()
+
+
+def test_the_arguments_are_right_when_nothing_is_changed():
+    given = arguments()
+    flashmla.flash_mla_with_kvcache(**given)
+    assert not (given["out"] == 5.0).all()
+
+
+def test_gradients_are_not_asked_for_under_no_grad():
+    given = arguments()
+    given["q"].requires_grad_()
+    with torch.no_grad():
+        out, _ = flashmla.flash_mla_with_kvcache(**given)
+    assert not out.requires_grad
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ((ints(1, -5), 16, 1), r"cache_seqlens\[1\] is -5"),
+        ((torch.zeros(2), 16, 1), "cache_seqlens has dtype float32"),
+        ((torch.zeros(2, 2, dtype=torch.int32), 16, 1), "cache_seqlens has 2 dimensions"),
+        ((ints(1), 0, 1), r"\(num_heads_per_head_k, num_heads_k\) is \(0, 1\)"),
+        ((ints(1), 16, -1), r"is \(16, -1\)"),
+    ],
+)
+def test_bad_planning_calls(given, message):
+    with pytest.raises(RuntimeError, match=message):
+        flashmla.get_mla_metadata(*given)
+
+
+@pytest.mark.parametrize("index", [99, 2**40])
+def test_a_kernel_that_is_not_there_is_named(index):
+    given = arguments()
+    with pytest.raises(RuntimeError, match="index is"):
+        torch.ops.flashmla.decode(
+            given["q"],
+            given["k_cache"],
+            512,
+            given["cache_seqlens"],
+            given["block_table"],
+            None,
+            False,
+            given["tile_scheduler_metadata"],
+            given["num_splits"],
+            None,
+            index,
+        )

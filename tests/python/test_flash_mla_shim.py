@@ -1,0 +1,89 @@
+"""The module `flash_mla`: the newer package's calls."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from inputs import attend, formula_inputs, library_plan, same_bits
+
+import flash_mla
+
+
+@pytest.fixture
+def inputs():
+    return formula_inputs([130, 97], 8, 2, causal=True)
+
+
+def call(inputs, plan, num_splits=None, **later):
+    return flash_mla.flash_mla_with_kvcache(
+        inputs.q,
+        inputs.k_cache,
+        inputs.block_table,
+        inputs.cache_seqlens,
+        512,
+        plan,
+        num_splits,
+        0.25,
+        True,
+        **later,
+    )
+
+
+def test_the_first_call_plans_and_later_calls_reuse_it(inputs):
+    plan, nothing = flash_mla.get_mla_metadata()
+    assert nothing is None
+    assert plan.tile_scheduler_metadata is None
+    expected = attend(inputs)
+    for _ in range(3):
+        found = call(inputs, plan)
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+        first = plan.tile_scheduler_metadata
+    assert plan.tile_scheduler_metadata is first
+
+
+def test_the_older_calls_still_work(inputs):
+    plan = flash_mla.get_mla_metadata(inputs.cache_seqlens, 16, 1)
+    assert all(same_bits(a, b) for a, b in zip(plan, library_plan(inputs), strict=True))
+    found = call(inputs, *plan)
+    assert all(same_bits(a, b) for a, b in zip(found, attend(inputs), strict=True))
+
+
+@pytest.mark.parametrize("what", ["batch", "seq_len_q", "heads"])
+def test_another_shape_with_the_same_plan_is_an_error(inputs, what):
+    plan, _ = flash_mla.get_mla_metadata()
+    call(inputs, plan)
+    if what == "batch":
+        inputs.q, inputs.block_table = inputs.q[:1], inputs.block_table[:1]
+        inputs.cache_seqlens = inputs.cache_seqlens[:1]
+    elif what == "seq_len_q":
+        inputs.q = inputs.q[:, :1]
+    else:
+        inputs.q = inputs.q[:, :, :4]
+    with pytest.raises(RuntimeError, match=r"was planned for .* = \(2, 2, 8, 1\), this"):
+        call(inputs, plan)
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "is_fp8_kvcache",
+        "indices",
+        "attn_sink",
+        "extra_k_cache",
+        "extra_indices_in_kvcache",
+        "topk_length",
+        "extra_topk_length",
+    ],
+)
+def test_arguments_of_later_formats_are_named(inputs, name):
+    plan, _ = flash_mla.get_mla_metadata()
+    value = True if name == "is_fp8_kvcache" else torch.zeros(1, dtype=torch.int32)
+    with pytest.raises(NotImplementedError, match=name):
+        call(inputs, plan, **{name: value})
+
+
+def test_a_missing_table_is_named(inputs):
+    plan, _ = flash_mla.get_mla_metadata()
+    inputs.block_table = None
+    with pytest.raises(RuntimeError, match="block_table is None"):
+        call(inputs, plan)

@@ -1,0 +1,151 @@
+"""What importing does: nothing that is seen, with the extension and without, beside vLLM too."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import flashmla
+
+PACKAGE = Path(flashmla.__file__).parent
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run(
+        [sys.executable, "-W", "error", "-c", code],
+        capture_output=True,
+        text=True,
+        env=os.environ | environment,
+        check=False,
+    )
+
+
+def output(code: str, **environment: str) -> str:
+    done = python(code, **environment)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == ""
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def without_extension(tmp_path) -> str:
+    """A path that holds the package's Python files alone."""
+    ignore = shutil.ignore_patterns("*.so", "*.safetensors", "__pycache__")
+    shutil.copytree(PACKAGE, tmp_path / "flashmla", ignore=ignore)
+    return str(tmp_path)
+
+
+def test_is_quiet():
+    assert output("import torch, flashmla") == ""
+
+
+def test_imports_nothing_of_the_command_line():
+    heavy = "typer rich matplotlib tokenizers safetensors"
+    code = (
+        f"import sys, torch; before = set(sys.modules); import flashmla; "
+        f"print([m for m in {heavy.split()!r} if m in set(sys.modules) - before])"
+    )
+    assert output(code) == "[]"
+
+
+def test_starts_no_cuda_context():
+    code = """
+import torch, flashmla
+flashmla.is_flashmla_supported()
+print(torch.cuda.is_initialized())
+"""
+    assert output(code) == "False"
+
+
+def test_b34_without_the_extension(without_extension):
+    code = """
+import flashmla, torch
+supported, reason = flashmla.is_flashmla_supported()
+assert not supported and not flashmla._flashmla_C_AVAILABLE
+assert "pip install" in reason and "_flashmla_torch.so" in reason, reason
+try:
+    flashmla.get_mla_metadata(torch.zeros(1, dtype=torch.int32), 1, 1)
+except RuntimeError as error:
+    print(str(error)[:24])
+"""
+    assert output(code, PYTHONPATH=without_extension) == "flashmla cannot compute:"
+
+
+def test_b34_from_the_source_checkout():
+    root = Path(__file__).parents[2]
+    done = subprocess.run(
+        [sys.executable, "-c", "import flashmla; print(flashmla._flashmla_C_AVAILABLE)"],
+        capture_output=True,
+        text=True,
+        cwd=root,
+        check=True,
+    )
+    assert done.stdout.strip() == "True"
+
+
+DEFINED = "import torch; library = torch.library.Library('_flashmla_C', 'DEF'); "
+OTHER = DEFINED + "library.define('fwd_kvcache_mla(Tensor q) -> Tensor'); "
+SCHEMA = "print(torch.ops._flashmla_C.fwd_kvcache_mla.default._schema)"
+
+
+def test_leaves_a_library_alone_that_another_package_defined():
+    assert output(OTHER + "import flashmla; " + SCHEMA) == (
+        "_flashmla_C::fwd_kvcache_mla(Tensor q) -> Tensor"
+    )
+    found = output(DEFINED + "import flashmla; print(flashmla.is_flashmla_supported('cpu')[0])")
+    assert found == "True"
+
+
+def test_leaves_the_names_to_vllm_that_is_installed_but_not_imported(tmp_path):
+    package = tmp_path / "vllm"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "_flashmla_C.abi3.so").touch()
+    code = "import torch, flashmla; print(hasattr(torch.ops._flashmla_C, 'fwd_kvcache_mla'))"
+    assert output(code, PYTHONPATH=str(tmp_path)) == "False"
+    forced = output(code, PYTHONPATH=str(tmp_path), FLASHMLA_REGISTER_VLLM_NAMES="1")
+    assert forced == "True"
+
+
+def test_the_environment_decides_about_the_names():
+    code = "import torch, flashmla; print(hasattr(torch.ops._flashmla_C, 'fwd_kvcache_mla'))"
+    assert output(code) == "True"
+    assert output(code, FLASHMLA_REGISTER_VLLM_NAMES="0") == "False"
+    done = python(OTHER + "import flashmla", FLASHMLA_REGISTER_VLLM_NAMES="1")
+    assert "cannot register torch.ops._flashmla_C" in done.stderr
+    done = python("import flashmla", FLASHMLA_REGISTER_VLLM_NAMES="yes")
+    assert "FLASHMLA_REGISTER_VLLM_NAMES is 'yes'; it must be 0 or 1" in done.stderr
+
+
+def test_an_unknown_instruction_set_is_named():
+    code = """
+import torch, flashmla
+q, k = torch.zeros(1, 1, 1, 64), torch.zeros(1, 64, 1, 64)
+lens, table = torch.ones(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
+plan = flashmla.get_mla_metadata(lens, 1, 1)
+try:
+    flashmla.flash_mla_with_kvcache(q, k, table, lens, 64, *plan)
+except RuntimeError as error:
+    print(error)
+"""
+    assert output(code, FLASHMLA_ISA="sse9") == (
+        'FLASHMLA_ISA is "sse9"; it must be one of portable, neon, avx2, avx512, amx'
+    )
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "amx"])
+def test_the_instruction_set_can_be_capped(isa):
+    code = """
+import torch
+from flashmla import _library
+print(" ".join(sorted({k.instruction_set for k in _library.kernels() if k.usable})))
+"""
+    order = ["portable", "avx2", "avx512", "amx"]
+    found = set(output(code, FLASHMLA_ISA=isa).split())
+    assert found <= {*order[: order.index(isa) + 1], "reference"}
+    assert {"portable", "reference"} <= found

@@ -1,0 +1,125 @@
+"""merge_attention_states against one softmax over the union."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from inputs import same_bits
+
+import flashmla
+from flashmla import reference
+
+
+def random_parts(parts: int, shape: tuple[int, int, int, int], dtype, seed: int = 0):
+    batch, queries, heads, dim = shape
+    generator = torch.Generator().manual_seed(seed)
+    outs = torch.randn(parts, batch, queries, heads, dim, generator=generator).to(dtype)
+    lses = torch.randn(parts, batch, heads, queries, generator=generator) * 5
+    return outs, lses
+
+
+@given(
+    parts=st.integers(1, 9),
+    shape=st.tuples(
+        st.integers(1, 3), st.integers(1, 3), st.integers(1, 5), st.sampled_from([1, 7, 64, 700])
+    ),
+    dtype=st.sampled_from([torch.bfloat16, torch.float16, torch.float32]),
+    empty=st.integers(0, 2**20),
+    seed=st.integers(0, 1000),
+)
+def test_equals_one_softmax_over_the_union(parts, shape, dtype, empty, seed):
+    outs, lses = random_parts(parts, shape, dtype, seed)
+    # Some (part, query) pairs are empty, and then out may hold anything.
+    generator = torch.Generator().manual_seed(empty)
+    holes = torch.rand(lses.shape, generator=generator) < 0.3
+    signs = torch.where(torch.rand(lses.shape, generator=generator) < 0.5, math.inf, -math.inf)
+    lses = torch.where(holes, signs, lses)
+    outs = outs.masked_fill(holes.transpose(-1, -2)[..., None], math.nan)
+    out, lse = flashmla.merge_attention_states(outs, lses)
+    expected_out, expected_lse = reference.merge(outs, lses)
+    assert out.dtype == dtype
+    assert (lse.isinf() == expected_lse.isinf()).all()
+    assert (lse[lse.isinf()] > 0).all()
+    finite = expected_lse.isfinite()
+    assert torch.allclose(lse[finite].double(), expected_lse[finite], rtol=0, atol=2e-6)
+    tolerance = {torch.bfloat16: 2**-7, torch.float16: 2**-10, torch.float32: 4e-6}[dtype]
+    assert torch.allclose(out.double(), expected_out, rtol=tolerance, atol=tolerance)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+@pytest.mark.parametrize("sign", [1, -1])
+@pytest.mark.parametrize("first", [True, False])
+def test_b16_an_empty_side_passes_the_other_through_bit_for_bit(dtype, sign, first):
+    outs, lses = random_parts(1, (2, 3, 4, 64), dtype)
+    outs[0, 0, 0, 0, :2] = torch.tensor([0.0, -0.0], dtype=dtype)
+    nothing = torch.full_like(lses, sign * math.inf)
+    pair = [(outs, lses), (torch.full_like(outs, math.nan), nothing)]
+    pair = pair if first else pair[::-1]
+    out, lse = flashmla.merge_attention_states(
+        torch.cat([o for o, _ in pair]), torch.cat([part for _, part in pair])
+    )
+    assert same_bits(out, outs[0])
+    assert same_bits(lse, lses[0])
+
+
+def test_b16_nothing_with_nothing_is_nothing():
+    outs = torch.full((2, 1, 1, 3, 8), math.nan)
+    lses = torch.tensor([math.inf, -math.inf])[:, None, None, None].expand(2, 1, 3, 1)
+    out, lse = flashmla.merge_attention_states(outs, lses)
+    assert (out == 0).all()
+    assert (lse == math.inf).all()
+
+
+def test_b16_half_of_the_heads_empty():
+    outs, lses = random_parts(2, (1, 2, 4, 16), torch.float32)
+    lses[1, :, :2] = math.inf
+    out, lse = flashmla.merge_attention_states(outs, lses)
+    assert same_bits(out[:, :, :2], outs[0, :, :, :2])
+    assert same_bits(lse[:, :2], lses[0, :, :2])
+    assert not same_bits(lse[:, 2:], lses[0, :, 2:])
+
+
+def test_lists_and_strided_tensors():
+    outs, lses = random_parts(3, (2, 2, 4, 32), torch.float32)
+    expected = flashmla.merge_attention_states(outs, lses)
+    from_lists = flashmla.merge_attention_states(list(outs), list(lses))
+    strided = flashmla.merge_attention_states(
+        outs.permute(1, 0, 3, 2, 4).contiguous().permute(1, 0, 3, 2, 4),
+        lses.permute(3, 2, 1, 0).contiguous().permute(3, 2, 1, 0),
+    )
+    for found in (from_lists, strided):
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_large_logarithms_do_not_overflow():
+    outs, lses = random_parts(2, (1, 1, 2, 8), torch.float32)
+    for offset in (1e4, -1e4):
+        out, lse = flashmla.merge_attention_states(outs, lses + offset)
+        assert out.isfinite().all()
+        assert lse.isfinite().all()
+
+
+def test_empty_batch():
+    out, lse = flashmla.merge_attention_states(torch.zeros(2, 0, 1, 4, 8), torch.zeros(2, 0, 4, 1))
+    assert out.shape == (0, 1, 4, 8)
+    assert lse.shape == (0, 4, 1)
+
+
+@pytest.mark.parametrize(
+    ("outs", "lses", "message"),
+    [
+        (torch.zeros(0, 1, 1, 1, 8), torch.zeros(0, 1, 1, 1), "parts .* is 0"),
+        (torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 1), "outs has 4 dimensions"),
+        (torch.zeros(1, 2, 1, 4, 8), torch.zeros(1, 2, 1, 4), r"lses has shape \(1, 2, 1, 4\)"),
+        (torch.zeros(1, 1, 1, 1, 8), torch.zeros(1, 1, 1, 1).double(), "lses has dtype Double"),
+        (torch.zeros(1, 1, 1, 1, 8).bfloat16(), torch.zeros(1, 1, 1, 1).half(), "lses has dtype"),
+        ([], [], "outs is an empty sequence"),
+    ],
+)
+def test_bad_input_is_named(outs, lses, message):
+    with pytest.raises(RuntimeError, match=message):
+        flashmla.merge_attention_states(outs, lses)

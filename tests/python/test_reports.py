@@ -1,0 +1,440 @@
+"""Faults that users of such systems reported in public, as inputs with float64 results.
+
+Tolerances for bfloat16: 2^-7 on out, 1e-4 * max(1, |lse|) on lse.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from inputs import attend, formula_inputs, formula_k, formula_q, paged, same_bits
+
+import flashmla
+from flashmla import cases, reference
+
+OUT = 2**-7
+
+
+def close_lse(found, expected: float) -> bool:
+    return abs(float(found) - expected) <= 1e-4 * max(1.0, abs(expected))
+
+
+def close_out(found, expected: float) -> bool:
+    return abs(float(found) - expected) <= OUT
+
+
+def agrees_with_float64(inputs: cases.Inputs, out: torch.Tensor, lse: torch.Tensor) -> bool:
+    expected_out, expected_lse = reference.attend(
+        inputs.q,
+        inputs.k_cache,
+        inputs.block_table,
+        inputs.cache_seqlens,
+        inputs.head_dim_v,
+        inputs.softmax_scale,
+        inputs.causal,
+        inputs.visible_lens,
+    )
+    out_error, lse_error = reference.errors(out, lse, expected_out, expected_lse)
+    worst = float((out.double() - expected_out).abs().max())
+    return worst <= OUT and lse_error <= 1e-4 * 40 and out_error < 1e-2
+
+
+def test_b1_rows_of_length_zero(kernel):
+    inputs = formula_inputs([0, 1, 64, 0], 128)
+    out, lse = attend(inputs, kernel=kernel)
+    assert (out[[0, 3]] == 0).all()
+    assert (lse[[0, 3]] == math.inf).all()
+    assert int((lse == math.inf).sum()) == 256
+    values = formula_k(1, 1)[0, 0, :512].bfloat16()
+    assert (out[1, 0] == values).all()
+    assert float(out.double().abs().sum()) == pytest.approx(40971.9137, rel=1e-3)
+    assert float(lse[lse.isfinite()].double().sum()) == pytest.approx(568.614653, abs=1e-2)
+
+
+@pytest.mark.parametrize("unused", [math.nan, math.inf, 3e38])
+@pytest.mark.parametrize("page", [4, 64])
+def test_b4_slots_past_the_length_never_matter(kernel, page, unused):
+    out, lse = attend(formula_inputs([13], 16, page=page, unused=unused), kernel=kernel)
+    assert close_out(out[0, 0, 0, 0], 0.061532551)
+    assert close_out(out[0, 0, 15, 511], 0.185125567)
+    assert close_lse(lse[0, 0, 0], 3.071629679)
+    assert close_lse(lse[0, 15, 0], 3.089057015)
+    assert out.isfinite().all()
+
+
+def test_b4_uniform_tail(kernel):
+    inputs = formula_inputs([257], 16, uniform=True, unused=1000.0)
+    out, lse = attend(inputs, kernel=kernel)
+    assert close_lse(lse.max(), 5.549076085)
+    expected = torch.tensor([-0.00501581, -0.00300948, -0.00100316, 0.00100316])
+    assert (out[0, 0, :, :4].float() - expected).abs().max() < 1e-4
+
+
+def test_b4_every_length_from_1_to_200(kernel):
+    lens = list(range(1, 201))
+    inputs = formula_inputs(lens, 1, uniform=True, unused=1000.0, dims=(96, 64))
+    _, lse = attend(inputs, kernel=kernel)
+    assert torch.allclose(lse[:, 0, 0].double(), torch.tensor(lens).double().log(), atol=2e-5)
+
+
+@pytest.mark.parametrize(("page", "length"), [(16, 17), (64, 65)])
+def test_b5_table_of_two_entries_and_ids_at_both_ends_of_the_cache(page, length):
+    inputs = formula_inputs([length], 4)
+    small = attend(inputs)
+    cache = torch.full((1000, page, 1, 576), math.nan, dtype=torch.bfloat16)
+    tokens = formula_k(0, length).bfloat16()
+    cache[999] = tokens[:page]
+    cache[0, : length - page] = tokens[page:]
+    inputs.k_cache = cache
+    inputs.block_table = torch.tensor([[999, 0]], dtype=torch.int32)
+    found = attend(inputs)
+    assert all(same_bits(a, b) for a, b in zip(found, small, strict=True))
+
+
+def test_b5_wide_table_and_table_with_a_larger_row_stride():
+    inputs = formula_inputs([65, 130], 4)
+    expected = attend(inputs)
+    wide = torch.full((2, 4096), 2147480000, dtype=torch.int32)
+    wide[:, :3] = inputs.block_table
+    for table in (wide, wide[:, :3], wide[:, :7]):
+        inputs.block_table = table
+        assert all(same_bits(a, b) for a, b in zip(attend(inputs), expected, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("queries", "first", "last", "first_lse", "last_lse", "total"),
+    [
+        (2, 0.067479667, 0.235524882, 5.033318953, 4.830914709, 4505.5380),
+        (3, 0.057652954, 0.192633087, 5.018519331, 4.816669863, 6752.9123),
+        (4, 0.050875686, 0.261108877, 5.000834536, 4.855206298, 8991.9261),
+        (7, 0.054057024, 0.002237235, 4.977146455, 4.801249217, 15372.9644),
+    ],
+)
+def test_b6_several_query_tokens(kernel, queries, first, last, first_lse, last_lse, total):
+    inputs = formula_inputs([130, 97], 16, queries, causal=True)
+    out, lse = attend(inputs, kernel=kernel)
+    assert close_out(out[0, 0, 0, 0], first)
+    assert close_out(out[-1, -1, -1, -1], last)
+    assert close_lse(lse[0, 0, 0], first_lse)
+    assert close_lse(lse[-1, -1, -1], last_lse)
+    assert float(out.double().abs().sum()) == pytest.approx(total, rel=2e-3)
+
+
+def test_b6_each_query_token_sees_its_own_prefix(kernel):
+    lens = [64 + i for i in range(256)]
+    inputs = formula_inputs(lens, 8, 3, causal=True, uniform=True, dims=(64, 64))
+    _, lse = attend(inputs, kernel=kernel)
+    seen = torch.tensor(lens)[:, None] - 2 + torch.arange(3)
+    assert torch.allclose(lse, seen.double().log()[:, None].float().expand_as(lse), atol=2e-5)
+
+
+def test_b7_offsets_past_31_bits():
+    small = formula_inputs([257], 16)
+    expected = attend(small)
+    # 4.8 GB of address space, of which five pages are touched.
+    cache = torch.empty(70000, 64, 1, 576, dtype=torch.bfloat16)
+    table = torch.tensor([[58253, 58254, 58255, 69999, 0]], dtype=torch.int32)
+    cache[table[0].long()] = small.k_cache[small.block_table[0].long()]
+    small.k_cache, small.block_table = cache, table
+    out, lse = attend(small)
+    assert close_out(out[0, 0, 0, 0], 0.054726351)
+    assert close_lse(lse[0, 0, 0], 5.717565281)
+    assert close_lse(lse[0, 15, 0], 5.785065765)
+    assert same_bits(out, expected[0])
+    assert same_bits(lse, expected[1])
+
+
+@pytest.mark.parametrize("page", [1, 2, 16, 32, 64, 128, 256])
+def test_b9_any_page_size(kernel, page):
+    out, lse = attend(formula_inputs([4097], 4, page=page), kernel=kernel)
+    assert close_out(out[0, 0, 0, 0], 0.061717118)
+    assert close_out(out[0, 0, 3, 511], -0.090015498)
+    assert close_lse(lse[0, 0, 0], 8.479257452)
+    assert close_lse(lse[0, 3, 0], 8.642523323)
+
+
+def test_b9_the_page_size_changes_no_bit(kernel):
+    found = [attend(formula_inputs([517], 4, page=p), kernel=kernel) for p in (1, 16, 64, 784)]
+    assert all(same_bits(found[0][0], out) and same_bits(found[0][1], lse) for out, lse in found)
+
+
+def test_b10_eight_key_value_heads(kernel):
+    inputs = formula_inputs([256], 16, 4, causal=True, kv_heads=8)
+    out, lse = attend(inputs, kernel=kernel)
+    assert close_out(out[0, 0, 0, 0], 0.057784971)
+    assert close_out(out[0, 3, 15, 511], 0.200826188)
+    assert close_lse(lse[0, 0, 0], 5.691674347)
+    assert close_lse(lse[0, 15, 3], 5.763806244)
+
+
+def test_b10_a_thousand_query_tokens():
+    lens = torch.tensor([256], dtype=torch.int32)
+    metadata, _ = flashmla.get_mla_metadata(lens, 1024 * 16 // 8, 8)
+    assert metadata.shape[0] >= 1
+    inputs = formula_inputs([256], 16, 1024, causal=True, kv_heads=8, dims=(64, 64))
+    assert agrees_with_float64(inputs, *attend(inputs))
+
+
+def test_b11_a_plan_made_for_one_query_token_serves_two():
+    inputs = formula_inputs([130, 97], 16, 2, causal=True)
+    plan = flashmla.get_mla_metadata(inputs.cache_seqlens, 16, 1)
+    out, lse = attend(inputs, plan)
+    assert close_out(out[0, 0, 0, 0], 0.067479667)
+    assert close_lse(lse[0, 0, 0], 5.033318953)
+
+
+def test_b14_one_plan_serves_61_layers_and_is_not_written():
+    base = formula_inputs([97, 700, 0, 64], 16)
+    plan = flashmla.get_mla_metadata(base.cache_seqlens, 16, 1)
+    kept = [tensor.clone() for tensor in plan]
+    generator = torch.Generator().manual_seed(0)
+    for _ in range(61):
+        base.q = torch.randn(base.q.shape, generator=generator).bfloat16()
+        noise = torch.randn(base.k_cache.shape, generator=generator).bfloat16()
+        base.k_cache = torch.where(base.k_cache.isnan(), base.k_cache, noise)
+        fresh = flashmla.get_mla_metadata(base.cache_seqlens, 16, 1)
+        for a, b in zip(attend(base, plan), attend(base, fresh), strict=True):
+            assert same_bits(a, b)
+    assert all(same_bits(a, b) for a, b in zip(plan, kept, strict=True))
+
+
+def test_b15_lse_is_a_natural_logarithm():
+    keys = formula_k(0, 10)
+    q = torch.zeros(1, 1, 1, 576, dtype=torch.bfloat16)
+    parts = []
+    for shard in (keys[:2], keys[2:]):
+        cache, table = paged([shard], 64, torch.bfloat16)
+        lens = torch.tensor([len(shard)], dtype=torch.int32)
+        plan = flashmla.get_mla_metadata(lens, 1, 1)
+        parts.append(flashmla.flash_mla_with_kvcache(q, cache, table, lens, 512, *plan))
+    assert close_lse(parts[0][1], 0.693147181)
+    assert close_lse(parts[1][1], 2.079441542)
+    out, lse = flashmla.merge_attention_states([p[0] for p in parts], [p[1] for p in parts])
+    assert close_lse(lse, 2.302585093)
+    assert close_out(out[0, 0, 0, 0], -0.2640625)
+
+
+def test_b15_a_row_cut_in_two_merges_to_the_whole():
+    keys, queries = formula_k(0, 257), formula_q(0, 1, 16)[None].bfloat16()
+    parts = []
+    for shard in (keys[:200], keys[200:]):
+        cache, table = paged([shard], 64, torch.bfloat16)
+        lens = torch.tensor([len(shard)], dtype=torch.int32)
+        plan = flashmla.get_mla_metadata(lens, 16, 1)
+        parts.append(
+            flashmla.flash_mla_with_kvcache(
+                queries, cache, table, lens, 512, *plan, softmax_scale=0.25
+            )
+        )
+    assert close_lse(parts[0][1][0, 0, 0], 5.473693637)
+    assert close_lse(parts[1][1][0, 0, 0], 4.186993045)
+    assert close_out(parts[0][0][0, 0, 0, 0], 0.049653768)
+    assert close_out(parts[1][0][0, 0, 0, 0], 0.073093265)
+    out, lse = flashmla.merge_attention_states([p[0] for p in parts], [p[1] for p in parts])
+    assert close_out(out[0, 0, 0, 0], 0.054726351)
+    assert close_lse(lse[0, 0, 0], 5.717565281)
+
+
+def test_b17_split_and_unsplit_rows_agree_on_lse(kernel):
+    lens = [1, 64, 65536, 63, 1]
+    inputs = formula_inputs(lens, 16, uniform=True, dims=(64, 64))
+    _, lse = attend(inputs, cases.plan_of(inputs, 9), kernel)
+    expected = [0.0, 4.158883083, 11.090354889, 4.143134726, 0.0]
+    for row, value in enumerate(expected):
+        assert close_lse(lse[row].min(), value)
+        assert close_lse(lse[row].max(), value)
+        alone = formula_inputs([lens[row]], 16, uniform=True, dims=(64, 64))
+        assert close_lse(attend(alone, kernel=kernel)[1].max(), value)
+
+
+def test_b18_lse_layout(kernel):
+    inputs = formula_inputs([65, 200], 20, 2, causal=True)
+    out, lse = attend(inputs, kernel=kernel)
+    assert lse.shape == (2, 20, 2)
+    assert lse.is_contiguous()
+    assert close_lse(lse[0, 0, 0], 4.343651037)
+    assert close_lse(lse[1, 19, 1], 5.530518064)
+    assert float(lse.double().sum()) == pytest.approx(399.965443, abs=5e-3)
+    assert close_out(out[1, 1, 19, 511], -0.077898378)
+
+
+def test_b19_tokens_dealt_round_robin_over_two_ranks():
+    keys = formula_k(0, 7)
+    outs, lses = [], []
+    for rank in range(2):
+        shard = keys[rank::2]
+        cache, table = paged([shard], 64, torch.bfloat16)
+        lens = torch.tensor([len(shard)], dtype=torch.int32)
+        # Query 0 sees the global tokens 0 to 5, query 1 also 6.
+        visible = torch.tensor([[3, 4 - rank]], dtype=torch.int32)
+        q = torch.zeros(1, 2, 1, 576, dtype=torch.bfloat16)
+        plan = flashmla.get_mla_metadata(lens, 2, 1)
+        out, lse = flashmla.flash_mla_with_kvcache(
+            q, cache, table, lens, 512, *plan, visible_lens=visible
+        )
+        outs.append(out)
+        lses.append(lse)
+    out, lse = flashmla.merge_attention_states(outs, lses)
+    assert close_lse(lse[0, 0, 0], 1.791759469)
+    assert close_lse(lse[0, 0, 1], 1.945910149)
+    for row, expected in enumerate(
+        [[-0.25390625, -0.16796875, -0.08203125], [-0.109375, -0.0234375, 0.0625]]
+    ):
+        assert (out[0, row, 0, :3].float() - torch.tensor(expected)).abs().max() < 2e-3
+
+
+def test_b20_long_rows_with_two_query_tokens():
+    one = formula_inputs([32768], 8, 2, causal=True, uniform=True, dims=(96, 64))
+    one.q = one.q.expand(128, -1, -1, -1)
+    one.block_table = one.block_table.expand(128, -1)
+    one.cache_seqlens = one.cache_seqlens.expand(128)
+    out, lse = attend(one)
+    assert out.isfinite().all()
+    assert (lse[:, :, 0] - math.log(32767)).abs().max() < 2e-4
+    assert (lse[:, :, 1] - math.log(32768)).abs().max() < 2e-4
+
+
+def test_b21_more_query_tokens_than_cached_ones(kernel):
+    inputs = formula_inputs([2], 16, 4, causal=True)
+    out, lse = attend(inputs, kernel=kernel)
+    assert (out[0, :2] == 0).all()
+    assert int((lse == math.inf).sum()) == 32
+    assert close_lse(lse[0, 15, 3], 0.125817595)
+    assert close_out(out[0, 3, 15, 511], 0.000779202)
+    assert float(out.double().abs().sum()) == pytest.approx(7344.4847, rel=2e-3)
+
+
+def test_b21_among_other_lengths(kernel):
+    inputs = formula_inputs([2, 0, 4, 130], 16, 4, causal=True)
+    assert agrees_with_float64(inputs, *attend(inputs, kernel=kernel))
+
+
+def test_b22_ragged_queries_by_padding(kernel):
+    lens, real = [130, 97, 64, 5], [4, 1, 3, 2]
+    inputs = formula_inputs(lens, 8, 4, causal=True)
+    out, lse = attend(inputs, kernel=kernel)
+    for row, (length, count) in enumerate(zip(lens, real, strict=True)):
+        alone = cases.Inputs(**vars(inputs))
+        alone.q = inputs.q[row : row + 1, 4 - count :]
+        alone.block_table = inputs.block_table[row : row + 1]
+        alone.cache_seqlens = torch.tensor([length], dtype=torch.int32)
+        expected_out, expected_lse = attend(alone, kernel=kernel)
+        assert (out[row, 4 - count :].float() - expected_out[0].float()).abs().max() <= OUT
+        assert (lse[row, :, 4 - count :] - expected_lse[0]).abs().max() <= 1e-4
+
+
+@pytest.mark.parametrize("heads", [1, 2, 4, 5, 8, 16, 32, 64, 128])
+def test_b23_any_number_of_heads(kernel, heads):
+    inputs = formula_inputs([65, 200], heads, 2, causal=True)
+    out, lse = attend(inputs, kernel=kernel)
+    assert close_lse(lse[0, 0, 0], 4.343651037)
+    expected = {1: (0, -0.242167418), 5: (4, 0.125568429)}
+    if heads in expected:
+        head, value = expected[heads]
+        assert close_out(out[1, 1, head, 511], value)
+    assert agrees_with_float64(inputs, out, lse)
+
+
+@pytest.mark.parametrize("dims", [(320, 256), (576, 512)])
+def test_b24_bitwise_repeatable_for_every_number_of_parts(kernel, dims):
+    inputs = formula_inputs([129], 16, 2, causal=True, dims=dims)
+    for parts in (1, 2, 3):
+        plan = cases.plan_of(inputs, parts)
+        first = attend(inputs, plan, kernel)
+        if dims == (320, 256):
+            assert close_out(first[0][0, 0, 0, 0], -0.057295854)
+            assert close_out(first[0][0, 1, 15, 255], -0.048021606)
+            assert close_lse(first[1][0, 15, 1], 5.360001213)
+        for _ in range(10):
+            scratch = torch.full((1 << 20,), math.nan)  # what a later workspace may be made of
+            del scratch
+            again = attend(inputs, plan, kernel)
+            assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
+
+
+def test_b24_peaked_scores(kernel):
+    out, lse = attend(formula_inputs([777], 16, scale=4.0), kernel=kernel)
+    assert close_out(out[0, 0, 0, 0], -0.008826970)
+    assert close_out(out[0, 0, 15, 511], 0.361337963)
+    assert close_lse(lse[0, 0, 0], 25.052010)
+    assert close_lse(lse[0, 15, 0], 30.760799)
+
+
+def test_b25_slices_of_a_larger_pool(kernel):
+    inputs = formula_inputs([97, 300], 16)
+    expected = attend(inputs, kernel=kernel)
+    cache = inputs.k_cache
+    layers = torch.full((cache.shape[0], 3, 64, 1, 576), math.nan, dtype=cache.dtype)
+    for layer in range(3):
+        layers[:, layer] = cache
+        inputs.k_cache = layers[:, layer]
+        found = attend(inputs, kernel=kernel)
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+        layers[:, layer] = math.nan
+    wide = torch.full((cache.shape[0], 64, 1, 640), math.nan, dtype=cache.dtype)
+    wide[..., :576] = cache
+    inputs.k_cache = wide[..., :576]
+    found = attend(inputs, kernel=kernel)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+@pytest.mark.parametrize("others", [1, 7, 31, 127])
+def test_b31_a_row_of_one_part_has_the_bits_that_it_has_alone(others):
+    lens = [300] + [(i * 37) % 211 for i in range(others)]
+    inputs = formula_inputs(lens, 4, dims=(192, 128))
+    batch = len(lens)
+    last = 2**31 - 1
+    metadata = torch.tensor([[0, 0, batch - 1, last, 0, 0, 0, 0]], dtype=torch.int32)
+    out, lse = attend(inputs, (metadata, torch.zeros(batch + 1, dtype=torch.int32)))
+    alone = cases.Inputs(**vars(inputs))
+    alone.q, alone.block_table = inputs.q[:1], inputs.block_table[:1]
+    alone.cache_seqlens = inputs.cache_seqlens[:1]
+    expected = attend(alone, cases.plan_of(alone, 1))
+    assert same_bits(out[:1], expected[0])
+    assert same_bits(lse[:1], expected[1])
+    # By the library's own plan rows may be split, which rounds differently, but no more than that.
+    found, _ = attend(inputs)
+    assert (found[:1].float() - expected[0].float()).abs().max() <= OUT
+
+
+@pytest.mark.parametrize(
+    ("scale", "out_value", "lse_value"),
+    [
+        (None, 0.007170921, 5.554368429),
+        (192**-0.5, 0.015538992, 5.563952814),
+        (192**-0.5 * (0.1 * math.log(40) + 1) ** 2, None, None),
+        (0.0, None, math.log(257)),
+    ],
+)
+def test_b32_softmax_scale(kernel, scale, out_value, lse_value):
+    inputs = formula_inputs([257], 16, scale=scale)
+    out, lse = attend(inputs, kernel=kernel)
+    assert agrees_with_float64(inputs, out, lse)
+    if out_value is not None:
+        assert close_out(out[0, 0, 0, 0], out_value)
+    if lse_value is not None:
+        assert close_lse(lse[0, 0, 0], lse_value)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 5])
+def test_b33_threads_fewer_and_more_than_the_rows(threads):
+    torch.set_num_threads(threads)
+    inputs = formula_inputs([0, 1, 64, 0], 128)
+    assert agrees_with_float64(inputs, *attend(inputs))
+    inputs = formula_inputs([2], 16, 4, causal=True)
+    assert agrees_with_float64(inputs, *attend(inputs))
+
+
+def test_b33_nan_in_a_valid_row_stays_in_that_row(kernel):
+    inputs = formula_inputs([100, 130, 64], 16)
+    expected = attend(inputs, kernel=kernel)
+    block = inputs.block_table[1, 1].long()
+    inputs.k_cache[block, 5, 0, 17] = math.nan
+    out, lse = attend(inputs, kernel=kernel)
+    assert out[1].isnan().any()
+    assert lse[1].isnan().all()
+    for row in (0, 2):
+        assert same_bits(out[row], expected[0][row])
+        assert same_bits(lse[row], expected[1][row])

@@ -1,0 +1,163 @@
+"""The operators inside torch: compile, export, opcheck, fake tensors, names."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from inputs import attend, formula_inputs, library_plan, same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import flashmla
+
+
+def shared_arguments(inputs):
+    return (
+        inputs.q,
+        inputs.k_cache,
+        512,
+        inputs.cache_seqlens,
+        inputs.block_table,
+        0.25,
+        True,
+        *library_plan(inputs),
+    )
+
+
+@pytest.fixture
+def inputs():
+    return formula_inputs([130, 97, 0], 8, 2, causal=True)
+
+
+def step(q, k_cache, block_table, cache_seqlens):
+    metadata, num_splits = flashmla.get_mla_metadata(cache_seqlens, q.shape[1] * q.shape[2], 1)
+    return flashmla.flash_mla_with_kvcache(
+        q, k_cache, block_table, cache_seqlens, 512, metadata, num_splits, 0.25, True
+    )
+
+
+def test_b35_opcheck(inputs):
+    shared = shared_arguments(inputs)
+    visible = torch.tensor([[1, 2], [3, 97], [0, 0]], dtype=torch.int32)
+    unmasked = (*shared[:6], False, *shared[7:])
+    out = torch.empty(3, 2, 8, 512, dtype=torch.bfloat16)
+    lse = torch.empty(3, 8, 2)
+    ops = torch.ops.flashmla
+    torch.library.opcheck(ops.fwd_kvcache_mla.default, shared)
+    torch.library.opcheck(ops.get_mla_metadata.default, (inputs.cache_seqlens, 16, 1))
+    torch.library.opcheck(ops.decode.default, (*unmasked, visible))
+    torch.library.opcheck(ops.decode_out.default, (*shared, None, -1, out, lse))
+    outs, lses = torch.randn(3, 2, 1, 4, 8), torch.randn(3, 2, 4, 1)
+    torch.library.opcheck(ops.merge_attention_states.default, (outs, lses))
+
+
+def test_b35_full_graph_with_a_dynamic_batch(inputs):
+    compiled = torch.compile(step, fullgraph=True, dynamic=True)
+    for batch in (3, 2, 1):
+        arguments = (
+            inputs.q[:batch],
+            inputs.k_cache,
+            inputs.block_table[:batch],
+            inputs.cache_seqlens[:batch],
+        )
+        found, expected = compiled(*arguments), step(*arguments)
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_full_graph_with_preallocated_results(inputs):
+    plan = library_plan(inputs)
+
+    def call(q, out, lse):
+        flashmla.flash_mla_with_kvcache(
+            q,
+            inputs.k_cache,
+            inputs.block_table,
+            inputs.cache_seqlens,
+            512,
+            *plan,
+            0.25,
+            True,
+            out=out,
+            softmax_lse=lse,
+        )
+        return out * 2
+
+    out = torch.zeros(3, 2, 8, 512, dtype=torch.bfloat16)
+    lse = torch.zeros(3, 8, 2)
+    doubled = torch.compile(call, fullgraph=True)(inputs.q, out, lse)
+    expected = attend(inputs, plan)
+    assert same_bits(out, expected[0])
+    assert same_bits(lse, expected[1])
+    assert same_bits(doubled, expected[0] * 2)
+
+
+def test_b35_export(inputs):
+    class Step(torch.nn.Module):
+        def forward(self, q, k_cache, block_table, cache_seqlens):
+            return step(q, k_cache, block_table, cache_seqlens)
+
+    arguments = (inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens)
+    batch = torch.export.Dim("batch", min=1, max=64)
+    shapes = ({0: batch}, None, {0: batch}, {0: batch})
+    program = torch.export.export(Step(), arguments, dynamic_shapes=shapes)
+    fewer = tuple(a if a is inputs.k_cache else a[:2] for a in arguments)
+    for given in (arguments, fewer):
+        found, expected = program.module()(*given), step(*given)
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_b35_fake_tensors_give_shapes_and_dtypes(inputs):
+    with FakeTensorMode() as mode:
+        fake = [
+            mode.from_tensor(t)
+            for t in (inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens)
+        ]
+        metadata, num_splits = flashmla.get_mla_metadata(fake[3], 16, 1)
+        out, lse = flashmla.flash_mla_with_kvcache(*fake, 512, metadata, num_splits)
+    real = library_plan(inputs)
+    assert metadata.shape == real[0].shape
+    assert num_splits.shape == real[1].shape
+    assert metadata.dtype == num_splits.dtype == torch.int32
+    assert (out.shape, out.dtype) == ((3, 2, 8, 512), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((3, 8, 2), torch.float32)
+
+
+def test_meta_tensors(inputs):
+    moved = {name: t.to("meta") for name, t in vars(inputs).items() if isinstance(t, torch.Tensor)}
+    metadata, num_splits = flashmla.get_mla_metadata(moved["cache_seqlens"], 16, 1)
+    out, lse = flashmla.flash_mla_with_kvcache(
+        moved["q"],
+        moved["k_cache"],
+        moved["block_table"],
+        moved["cache_seqlens"],
+        512,
+        metadata,
+        num_splits,
+    )
+    assert out.is_meta
+    assert lse.is_meta
+    assert out.shape == (3, 2, 8, 512)
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_under_grad_modes(inputs, mode):
+    expected = attend(inputs)
+    with mode():
+        found = attend(inputs)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
+def test_the_names_that_vllm_uses_are_the_same_operators(inputs):
+    shared = shared_arguments(inputs)
+    expected = torch.ops.flashmla.fwd_kvcache_mla(*shared)
+    found = torch.ops._flashmla_C.fwd_kvcache_mla(*shared)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+    torch.library.opcheck(torch.ops._flashmla_C.fwd_kvcache_mla.default, shared)
+    plan = torch.ops._flashmla_C.get_mla_metadata(inputs.cache_seqlens, 16, 1)
+    assert all(same_bits(a, b) for a, b in zip(plan, library_plan(inputs), strict=True))
+
+
+def test_is_supported_on_the_cpu():
+    assert flashmla.is_flashmla_supported("cpu") == (True, None)
+    supported, reason = flashmla.is_flashmla_supported("meta")
+    assert not supported
+    assert "meta" in reason
