@@ -65,7 +65,6 @@ class Decode {
         rows_(task.query_row_end - task.query_row_begin),
         row_tiles_(divide_up(rows_, kTileRows)),
         dot_steps_(problem.head_dim / kTileElements),
-        dot_parts_(dot_parts<Shape>(problem.head_dim)),
         results_(scratch_.sink),
         softmax_(scratch_, problem, row_tiles_),
         interleave_(scratch_.values, problem.head_dim_v) {
@@ -181,10 +180,8 @@ class Decode {
     for (std::int32_t group = 0; group < groups; ++group) {
       softmax_.make_room(group);
       if constexpr (Shape::kInterleavedValues) interleave_.set_ready(group + 1);
-      for (std::int32_t part = 0; part < dot_parts_; ++part) {
-        for (std::int32_t row_tile = 0; row_tile < row_tiles_; row_tile += Shape::kGroupRowTiles) {
-          score_block(group, part, row_tile);
-        }
+      for (std::int32_t row_tile = 0; row_tile < row_tiles_; row_tile += Shape::kGroupRowTiles) {
+        score_block(group, row_tile);
       }
     }
     flush_scores();
@@ -192,19 +189,15 @@ class Decode {
     if constexpr (Shape::kInterleavedValues) interleave_.finish_block();
   }
 
-  // Scores of a group of tokens and of the row tiles from `row_tile` on, over part `part` of the
-  // dot products.
-  void score_block(std::int32_t group, std::int32_t part, std::int32_t row_tile) {
-    const std::int32_t first_step = part * divide_up(dot_steps_, dot_parts_);
-    const std::int32_t last_step =
-        std::min(dot_steps_, first_step + divide_up(dot_steps_, dot_parts_));
+  // Scores of a group of tokens and of the row tiles from `row_tile` on.
+  void score_block(std::int32_t group, std::int32_t row_tile) {
     const std::int32_t row_tiles = std::min(Shape::kGroupRowTiles, row_tiles_ - row_tile);
 
     const auto key = [&](std::int32_t step, std::int32_t tile) __attribute__((always_inline)) {
       const TileView& view = keys_[group * kGroupTiles + tile];
-      return TileView{view.base + (first_step + step) * kTileRowBytes, view.stride};
+      return TileView{view.base + step * kTileRowBytes, view.stride};
     };
-    const std::byte* queries = query_tile(row_tile, first_step);
+    const std::byte* queries = query_tile(row_tile, 0);
     const std::int64_t query_stride = std::int64_t{dot_steps_} * kTileBytes;
     const auto query = [&](std::int32_t step, std::int32_t tile) __attribute__((always_inline)) {
       return TileView{queries + tile * query_stride + step * kTileBytes, kTileRowBytes};
@@ -214,30 +207,29 @@ class Decode {
         softmax_.add_ready(row_tiles_to_add_);
         row_tiles_to_add_ = 0;
       }
-      softmax_.run(softmax_pieces_per_step());
+      softmax_.run(softmax_cost_per_step());
       if constexpr (Shape::kInterleavedValues) interleave_.run(interleave_pieces_per_step());
       prefetch_.step();
     };
 
-    std::byte* first = reinterpret_cast<std::byte*>(softmax_.scores(group, part, row_tile));
-    const std::int32_t steps = last_step - first_step;
+    std::byte* first = reinterpret_cast<std::byte*>(softmax_.scores(group, row_tile));
     if constexpr (Shape::kGroupRowTiles == 1) {
       results_.begin({first, first + kTileBytes, first + 2 * kTileBytes, first + 3 * kTileBytes},
                      false);
       multiply_4x1(
-          results_, steps,
+          results_, dot_steps_,
           key, [&](std::int32_t step) __attribute__((always_inline)) { return query(step, 0); },
           background);
     } else if (row_tiles == 2) {
       std::byte* second = first + kGroupTiles * kTileBytes;
       results_.begin({first, second, first + kTileBytes, second + kTileBytes}, false);
-      multiply_2x2(results_, steps, key, query, background);
+      multiply_2x2(results_, dot_steps_, key, query, background);
     } else {
       results_.begin({first, first + kTileBytes, scratch_.sink, scratch_.sink}, false);
-      multiply_pair<2, 1>(results_, steps, key, query, background);
+      multiply_pair<2, 1>(results_, dot_steps_, key, query, background);
     }
     // Ready for softmax once stored, which the next block of products does.
-    if (part == dot_parts_ - 1) row_tiles_to_add_ += row_tiles;
+    row_tiles_to_add_ += row_tiles;
   }
 
   void flush_scores() {
@@ -247,8 +239,8 @@ class Decode {
   }
 
   // At these rates softmax and interleave keep up with the products that feed them.
-  std::int32_t softmax_pieces_per_step() const {
-    return divide_up(SoftmaxQueue<Shape>::kUnitsPerGroup * SoftmaxQueue<Shape>::kPiecesPerUnit *
+  std::int32_t softmax_cost_per_step() const {
+    return divide_up(SoftmaxQueue<Shape>::kUnitsPerGroup * SoftmaxQueue<Shape>::kUnitCost *
                          Shape::kGroupRowTiles,
                      dot_steps_);
   }
@@ -488,7 +480,6 @@ class Decode {
   const std::int32_t rows_;
   const std::int32_t row_tiles_;
   const std::int32_t dot_steps_;  // of 32 dims
-  const std::int32_t dot_parts_;
   // Tokens from the begin of the task: what every row sees, and what some row sees.
   std::int32_t least_visible_ = 0;
   std::int32_t end_ = 0;

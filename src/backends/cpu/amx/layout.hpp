@@ -52,16 +52,6 @@ inline bool has_few_rows(const Problem& problem) {
   return problem.query_rows() <= kFewRowsLimit;
 }
 
-// Above this, K of 32 tokens and Q of 32 rows do not fit the first-level cache together: the dot
-// products are cut into two parts, each with its own score tiles, added by softmax. Half of K then
-// stays in that cache while Q streams past it.
-inline constexpr std::int32_t kWholeDotLimit = 320;
-
-template <class Shape>
-std::int32_t dot_parts(std::int32_t head_dim) {
-  return Shape::kGroupRowTiles > 1 && head_dim > kWholeDotLimit ? 2 : 1;
-}
-
 // The areas of a task's scratch, each 64-byte aligned.
 template <class Shape>
 class Scratch {
@@ -75,7 +65,7 @@ class Scratch {
     const std::int64_t units = Shape::kBlockTokens / Shape::kUnitTokens;
 
     queries = take<std::byte>(row_tiles * token_bytes * kTileRows);
-    scores = take<float>(2 * dot_parts<Shape>(problem.head_dim) * row_tiles * group_scores);
+    scores = take<float>(2 * row_tiles * group_scores);
     weights = take<std::byte>(row_tiles * units * Shape::kUnitBytes);
     outputs = take<float>(row_tiles * kTileRows * problem.head_dim_v * 4);
     outputs_aside = take<float>(row_tiles * kTileRows * problem.head_dim_v * 4);
@@ -96,8 +86,8 @@ class Scratch {
   // Q as B tiles, negated where softmax_scale is negative: [row tile][head_dim / 32][pair of dims]
   // [row][2] bf16.
   std::byte* queries;
-  // S transposed, as its tiles are stored: [parity of the group][part of the dot product][row tile]
-  // [token of the group][row] float.
+  // S transposed, as its tiles are stored: [parity of the group][row tile][token of the group][row]
+  // float.
   float* scores;
   // P as A tiles: [row tile][unit] of kUnitBytes. ManyRows: [row][token] bf16. FewRows:
   // [{p, 0} or {0, p}][row][token][2] bf16.

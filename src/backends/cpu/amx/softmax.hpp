@@ -30,13 +30,15 @@ template <class Shape>
 class SoftmaxQueue {
  public:
   static constexpr std::int32_t kUnitsPerGroup = Shape::kGroupTokens / Shape::kUnitTokens;
-  static constexpr std::int32_t kPiecesPerUnit = 1 + 4 + 4;
+  static constexpr std::int32_t kPieces = 1 + 4 + 4;
+  // In instructions, roughly, for each token of a quarter of a unit.
+  static constexpr std::int32_t kPieceCosts[kPieces] = {12, 25, 25, 25, 25, 6, 6, 6, 6};
+  static constexpr std::int32_t kUnitCost = 12 + 4 * 25 + 4 * 6;
 
   SoftmaxQueue(const Scratch<Shape>& scratch, const Problem& problem, std::int32_t row_tiles)
       : scratch_(scratch),
         head_dim_v_(problem.head_dim_v),
         row_tiles_(row_tiles),
-        parts_(dot_parts<Shape>(problem.head_dim)),
         scale_(std::abs(problem.softmax_scale) * kLog2E) {
     for (std::int32_t row = 0; row < row_tiles_ * kTileRows; ++row) {
       scratch_.references[row] = -std::numeric_limits<float>::infinity();
@@ -52,20 +54,27 @@ class SoftmaxQueue {
     masked_ = masked;
     first_ = first;
     units_ = (count + Shape::kUnitTokens - 1) / Shape::kUnitTokens;
-    ready_ = group_ = row_tile_ = unit_of_group_ = piece_ = 0;
+    ready_ = group_ = row_tile_ = unit_of_group_ = piece_ = budget_ = 0;
   }
 
-  float* scores(std::int32_t group, std::int32_t part, std::int32_t row_tile) const {
+  // The scores of a group of tokens for a row tile: [token][row].
+  float* scores(std::int32_t group, std::int32_t row_tile) const {
     constexpr std::int64_t kGroupFloats = std::int64_t{Shape::kGroupTokens} * kTileFloats;
-    return scratch_.scores + ((group % 2 * parts_ + part) * row_tiles_ + row_tile) * kGroupFloats;
+    return scratch_.scores + (group % 2 * row_tiles_ + row_tile) * kGroupFloats;
   }
 
   // The scores of `row_tiles` more row tiles are stored, in the queue's order.
   void add_ready(std::int32_t row_tiles) { ready_ += row_tiles; }
 
-  // Does up to `pieces` pieces.
-  [[gnu::always_inline]] void run(std::int32_t pieces) {
-    for (; pieces > 0 && ready_ > 0; --pieces) run_piece();
+  // Lets `cost` more be spent on pieces, and does the pieces that this pays for: one with
+  // exponentials costs several times what the others do, and must not come four times in a row.
+  [[gnu::always_inline]] void run(std::int32_t cost) {
+    budget_ += cost;
+    while (ready_ > 0 && budget_ >= kPieceCosts[piece_]) {
+      budget_ -= kPieceCosts[piece_];
+      run_piece();
+    }
+    if (ready_ == 0) budget_ = 0;
   }
 
   // Scores of `group` are about to take the place of those of group - 2.
@@ -99,12 +108,12 @@ class SoftmaxQueue {
     if (unit() < units_) {
       if (piece_ > 4) {
         store_weights(piece_ - 5);
-      } else if (parts_ == 1 || Shape::kGroupRowTiles == 1) {
-        masked_ ? run_masked_piece<1>() : run_scores_piece<1, false>();
+      } else if (masked_) {
+        run_masked_piece();
       } else {
-        masked_ ? run_masked_piece<2>() : run_scores_piece<2, false>();
+        run_scores_piece<false>();
       }
-      if (++piece_ < kPiecesPerUnit) return;
+      if (++piece_ < kPieces) return;
     }
     piece_ = 0;
     if (++unit_of_group_ < kUnitsPerGroup) return;
@@ -116,37 +125,20 @@ class SoftmaxQueue {
   }
 
   // Out of line: few blocks are masked, and the loops that run pieces are long as they are.
-  template <std::int32_t kParts>
-  [[gnu::noinline]] void run_masked_piece() {
-    run_scores_piece<kParts, true>();
-  }
-  template <std::int32_t kParts, bool kMasked>
+  [[gnu::noinline]] void run_masked_piece() { run_scores_piece<true>(); }
+
+  template <bool kMasked>
   [[gnu::always_inline]] void run_scores_piece() {
     if (piece_ == 0) {
-      check_reference<kParts, kMasked>();
+      check_reference<kMasked>();
     } else {
-      compute_weights<kParts, kMasked>(piece_ - 1);
+      compute_weights<kMasked>(piece_ - 1);
     }
   }
 
-  // Scores of the unit's tokens, a lane a row, not yet scaled.
-  template <std::int32_t kParts>
-  struct UnitScores {
-    const float* parts[kParts];
-    [[gnu::always_inline]] __m512 operator[](std::int32_t token) const {
-      const __m512 first = _mm512_load_ps(parts[0] + token * kTileFloats);
-      if constexpr (kParts == 1) return first;
-      return _mm512_add_ps(first, _mm512_load_ps(parts[kParts - 1] + token * kTileFloats));
-    }
-  };
-  template <std::int32_t kParts>
-  [[gnu::always_inline]] UnitScores<kParts> unit_scores() const {
-    UnitScores<kParts> result;
-    for (std::int32_t part = 0; part < kParts; ++part) {
-      result.parts[part] =
-          scores(group_, part, row_tile_) + unit_of_group_ * Shape::kUnitTokens * kTileFloats;
-    }
-    return result;
+  // Scores of the unit: [token][row], not yet scaled.
+  [[gnu::always_inline]] const float* unit_scores() const {
+    return scores(group_, row_tile_) + unit_of_group_ * Shape::kUnitTokens * kTileFloats;
   }
 
   // Rows that see a token of the unit.
@@ -156,18 +148,19 @@ class SoftmaxQueue {
     return _mm512_cmpgt_epi32_mask(visible, _mm512_set1_epi32(index));
   }
 
-  template <std::int32_t kParts, bool kMasked>
+  template <bool kMasked>
   [[gnu::always_inline]] void check_reference() {
-    const UnitScores<kParts> score = unit_scores<kParts>();
+    const float* scores = unit_scores();
     // Two chains, so that the latency of the maximum is half hidden.
     __m512 largest[2] = {_mm512_set1_ps(-std::numeric_limits<float>::infinity()),
                          _mm512_set1_ps(-std::numeric_limits<float>::infinity())};
     for (std::int32_t token = 0; token < Shape::kUnitTokens; ++token) {
       __m512& chain = largest[token % 2];
       if constexpr (kMasked) {
-        chain = _mm512_mask_max_ps(chain, seeing(token), chain, score[token]);
+        chain = _mm512_mask_max_ps(chain, seeing(token), chain,
+                                   _mm512_load_ps(scores + token * kTileFloats));
       } else {
-        chain = _mm512_max_ps(chain, score[token]);
+        chain = _mm512_max_ps(chain, _mm512_load_ps(scores + token * kTileFloats));
       }
     }
     const __m512 exponent =
@@ -221,16 +214,17 @@ class SoftmaxQueue {
   // P of a quarter of the unit's tokens, rounded and half transposed: four vectors with a lane a
   // row and one 32-bit element a pair of tokens (FewRows: a token) become four with four such
   // elements of a row in each 128-bit lane.
-  template <std::int32_t kParts, bool kMasked>
+  template <bool kMasked>
   [[gnu::always_inline]] void compute_weights(std::int32_t quarter) {
-    const UnitScores<kParts> score = unit_scores<kParts>();
+    const float* scores = unit_scores();
     constexpr std::int32_t kTokens = Shape::kUnitTokens / 4;
     const __m512 scale = _mm512_set1_ps(scale_);
     const __m512 reference = _mm512_load_ps(scratch_.references + row_tile_ * kTileRows);
     __m512 p[kTokens];
     for (std::int32_t i = 0; i < kTokens; ++i) {
       const std::int32_t token = quarter * kTokens + i;
-      p[i] = exp2_f32x16(_mm512_fmsub_ps(score[token], scale, reference));
+      p[i] = exp2_f32x16(
+          _mm512_fmsub_ps(_mm512_load_ps(scores + token * kTileFloats), scale, reference));
       if constexpr (kMasked) p[i] = _mm512_maskz_mov_ps(seeing(token), p[i]);
     }
     __m512i r[4];
@@ -275,7 +269,6 @@ class SoftmaxQueue {
   const Scratch<Shape>& scratch_;
   const std::int32_t head_dim_v_;
   const std::int32_t row_tiles_;
-  const std::int32_t parts_;
   const float scale_;  // |softmax_scale| in units of log2
 
   std::int32_t begin_ = 0;
@@ -287,6 +280,7 @@ class SoftmaxQueue {
   std::int32_t row_tile_ = 0;
   std::int32_t unit_of_group_ = 0;
   std::int32_t piece_ = 0;
+  std::int32_t budget_ = 0;
 };
 
 }  // namespace
