@@ -105,17 +105,18 @@ Status check_coverage(const Problem& problem, std::span<const Fragment> fragment
 
 }  // namespace
 
-std::int64_t count_fragments(const Problem& problem) {
-  std::int64_t count = 0;
+Extent measure(const Problem& problem) {
+  Extent extent;
   for (std::int32_t part = 0; part < problem.num_parts; ++part) {
     const Walk walk = read_walk(problem, part);
     if (walk.begin_row < 0 || is_malformed(problem, part)) continue;
-    count += share_of_row(problem, walk, walk.begin_row).is_fragment();
+    ++extent.num_busy_parts;
+    extent.num_fragments += share_of_row(problem, walk, walk.begin_row).is_fragment();
     if (walk.end_row != walk.begin_row) {
-      count += share_of_row(problem, walk, walk.end_row).is_fragment();
+      extent.num_fragments += share_of_row(problem, walk, walk.end_row).is_fragment();
     }
   }
-  return count;
+  return extent;
 }
 
 std::size_t resolve_bytes(const Problem& problem, std::int64_t num_fragments) {
@@ -138,8 +139,6 @@ Result<Schedule> resolve(const Problem& problem, std::int64_t num_fragments, std
     fragments[found++] = {row, share.block_begin, share.block_end, part};
     return true;
   };
-  const Status changed = Status::invalid_argument(
-      "tile_scheduler_metadata changed while it was read; it must not be written during a call");
   for (std::int32_t part = 0; part < problem.num_parts; ++part) {
     const Walk walk = read_walk(problem, part);
     walks[part] = walk;
@@ -153,8 +152,12 @@ Result<Schedule> resolve(const Problem& problem, std::int64_t num_fragments, std
           "); a part must not end before it begins, and blocks count from 0");
     }
     if (Status status = mark_whole(walk, part, problem, marks); !status.ok()) return status;
-    if (!add_fragment(walk, part, walk.begin_row)) return changed;
-    if (walk.end_row != walk.begin_row && !add_fragment(walk, part, walk.end_row)) return changed;
+    if (!add_fragment(walk, part, walk.begin_row) ||
+        (walk.end_row != walk.begin_row && !add_fragment(walk, part, walk.end_row))) {
+      return Status::invalid_argument(
+          "tile_scheduler_metadata changed while it was read; it must not be written during a "
+          "call");
+    }
   }
 
   const std::span<Fragment> listed(fragments, static_cast<std::size_t>(found));

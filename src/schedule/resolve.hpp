@@ -40,8 +40,12 @@ struct Schedule {
   std::span<const Fragment> fragments;  // by row, then by block: neighbours of one row are merged
 };
 
-// How many fragments resolve() will list: the number of partial results that need memory.
-std::int64_t count_fragments(const Problem& problem);
+// What a plan asks for, before it is resolved.
+struct Extent {
+  std::int64_t num_fragments = 0;   // that resolve() will list: partial results that need memory
+  std::int32_t num_busy_parts = 0;  // parts that walk at least one row
+};
+Extent measure(const Problem& problem);
 
 // Bytes that resolve() needs, given that count.
 std::size_t resolve_bytes(const Problem& problem, std::int64_t num_fragments);

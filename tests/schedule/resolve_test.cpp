@@ -21,7 +21,7 @@ class Resolve : public ::testing::Test {
     problem.plan_rows = rows_.data();
     problem.plan_row_stride = kPlanRowFields;
     problem.num_parts = static_cast<std::int32_t>(rows_.size() / kPlanRowFields);
-    const std::int64_t count = schedule::count_fragments(problem);
+    const std::int64_t count = schedule::measure(problem).num_fragments;
     memory_.resize(schedule::resolve_bytes(problem, count));
     return schedule::resolve(problem, count, memory_.data());
   }

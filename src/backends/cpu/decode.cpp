@@ -13,20 +13,18 @@ namespace {
 
 constexpr std::size_t kAlignment = 64;
 
-// The parallel work of a call: every part, times key/value heads, times groups of query rows that a
-// kernel takes at once. Items are independent, so who runs which changes no bit.
-struct WorkItems {
-  std::int32_t num_parts;
-  std::int32_t num_kv_heads;
-  std::int32_t num_row_groups;
-  std::int32_t rows_per_group;
-
-  std::int64_t count() const { return std::int64_t{num_parts} * num_kv_heads * num_row_groups; }
-};
-
-WorkItems work_items(const Problem& problem, const DecodeKernel& kernel) {
+// Groups are as large as the kernel takes, since each reads the cache once more, but where a plan
+// has too few parts to keep the threads busy they are cut smaller, down to what fills a tile.
+WorkItems work_items(const Problem& problem, const DecodeKernel& kernel,
+                     std::int32_t num_busy_parts, std::int32_t num_threads) {
+  constexpr std::int32_t kLeastRows = 16;
   const std::int32_t rows = problem.query_rows();
-  const std::int32_t groups = (rows - 1) / kernel.max_query_rows + 1;
+  const std::int64_t others =
+      std::max<std::int64_t>(1, std::int64_t{num_busy_parts} * problem.num_heads_k);
+  const std::int64_t idle = (num_threads - 1) / others + 1;
+  const std::int32_t groups = std::max(
+      (rows - 1) / kernel.max_query_rows + 1,
+      static_cast<std::int32_t>(std::min<std::int64_t>(idle, (rows - 1) / kLeastRows + 1)));
   return {problem.num_parts, problem.num_heads_k, groups, (rows - 1) / groups + 1};
 }
 
@@ -38,7 +36,7 @@ class ItemWalk {
       : problem_(problem),
         kernel_(kernel),
         schedule_(schedule),
-        items_(work_items(problem, kernel)),
+        items_(layout.items),
         partial_outs_(reinterpret_cast<float*>(workspace + layout.partial_outs)),
         partial_lses_(reinterpret_cast<float*>(workspace + layout.partial_lses)) {}
 
@@ -152,9 +150,11 @@ void merge_typed(const MergeProblem& problem, const Executor& executor) {
 Result<WorkspaceLayout> lay_out_workspace(const Problem& problem, const DecodeKernel& kernel,
                                           std::int32_t num_threads) {
   WorkspaceLayout layout;
-  layout.num_fragments = schedule::count_fragments(problem);
-  layout.num_workers = static_cast<std::int32_t>(
-      std::min<std::int64_t>(std::max(1, num_threads), work_items(problem, kernel).count()));
+  const schedule::Extent extent = schedule::measure(problem);
+  layout.num_fragments = extent.num_fragments;
+  layout.items = work_items(problem, kernel, extent.num_busy_parts, num_threads);
+  layout.num_workers = static_cast<std::int32_t>(std::min<std::int64_t>(
+      num_threads, std::int64_t{extent.num_busy_parts} * layout.items.per_part()));
   const auto fragments = static_cast<std::size_t>(layout.num_fragments);
   const auto partial_rows = static_cast<std::size_t>(problem.num_heads_k) *
                             static_cast<std::size_t>(problem.query_rows());

@@ -11,11 +11,24 @@
 
 namespace flashmla::cpu {
 
+// The parallel work of a call: every part, times key/value heads, times groups of query rows that a
+// kernel takes at once. Items are independent, so who runs which changes no bit.
+struct WorkItems {
+  std::int32_t num_parts = 0;
+  std::int32_t num_kv_heads = 0;
+  std::int32_t num_row_groups = 0;
+  std::int32_t rows_per_group = 0;
+
+  std::int64_t per_part() const { return std::int64_t{num_kv_heads} * num_row_groups; }
+  std::int64_t count() const { return num_parts * per_part(); }
+};
+
 // Where everything lies in the workspace; offsets in bytes from its start, which is 64-byte
 // aligned.
 struct WorkspaceLayout {
   std::int64_t num_fragments = 0;
-  std::int32_t num_workers = 0;
+  WorkItems items;
+  std::int32_t num_workers = 0;  // threads that find work
   std::size_t schedule = 0;      // what resolve() fills
   std::size_t partial_outs = 0;  // float (num_fragments, num_heads_k, query_rows, head_dim_v)
   std::size_t partial_lses = 0;  // float (num_fragments, num_heads_k, query_rows)
