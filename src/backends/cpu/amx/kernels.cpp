@@ -178,9 +178,9 @@ class Decode {
   void scores() {
     const std::int32_t groups = divide_up(count_, Shape::kGroupTokens);
     for (std::int32_t group = 0; group < groups; ++group) {
-      softmax_.make_room(group);
       if constexpr (Shape::kInterleavedValues) interleave_.set_ready(group + 1);
       for (std::int32_t row_tile = 0; row_tile < row_tiles_; row_tile += Shape::kGroupRowTiles) {
+        softmax_.make_room(group, row_tile);
         score_block(group, row_tile);
       }
     }

@@ -47,11 +47,16 @@ struct ManyRows {
 };
 
 // The most query rows of a problem for which FewRows is the faster one.
-inline constexpr std::int32_t kFewRowsLimit = 16;
+inline constexpr std::int32_t kFewRowsLimit = 32;
 
 inline bool has_few_rows(const Problem& problem) {
   return problem.query_rows() <= kFewRowsLimit;
 }
+
+// Blocks of score tiles, 4 KB each, between the products and the end of their softmax: one is being
+// stored, one is read, and softmax may fall behind by another. Few, to stay in the first-level
+// cache.
+inline constexpr std::int32_t kScoreBlocks = 4;
 
 // The areas of a task's scratch, each 64-byte aligned.
 template <class Shape>
@@ -62,11 +67,12 @@ class Scratch {
     const std::int64_t row_tiles = (rows + kTileRows - 1) / kTileRows;
     const std::int64_t token_bytes = std::int64_t{problem.head_dim} * 2;
     const std::int64_t value_bytes = std::int64_t{problem.head_dim_v} * 2;
-    const std::int64_t group_scores = std::int64_t{Shape::kGroupTokens} * kTileRowBytes;
+    const std::int64_t score_block =
+        std::int64_t{Shape::kGroupTokens} * Shape::kGroupRowTiles * kTileRowBytes;
     const std::int64_t units = Shape::kBlockTokens / Shape::kUnitTokens;
 
     queries = take<std::byte>(row_tiles * token_bytes * kTileRows);
-    scores = take<float>(2 * row_tiles * group_scores);
+    scores = take<float>(kScoreBlocks * score_block);
     weights = take<std::byte>(row_tiles * units * Shape::kUnitBytes);
     outputs = take<float>(row_tiles * kTileRows * problem.head_dim_v * 4);
     outputs_aside = take<float>(row_tiles * kTileRows * problem.head_dim_v * 4);
@@ -87,8 +93,8 @@ class Scratch {
   // Q as B tiles, negated where softmax_scale is negative: [row tile][head_dim / 32][pair of dims]
   // [row][2] bf16.
   std::byte* queries;
-  // S transposed, as its tiles are stored: [parity of the group][row tile][token of the group][row]
-  // float.
+  // S transposed, as its tiles are stored, a block of score tiles after another in a ring of
+  // kScoreBlocks: [row tile of the block][token of the group][row] float.
   float* scores;
   // P as A tiles: [row tile][unit] of kUnitBytes. ManyRows: [row][token] bf16. FewRows:
   // [{p, 0} or {0, p}][row][token][2] bf16.

@@ -59,8 +59,10 @@ class SoftmaxQueue {
 
   // The scores of a group of tokens for a row tile: [token][row].
   float* scores(std::int32_t group, std::int32_t row_tile) const {
-    constexpr std::int64_t kGroupFloats = std::int64_t{Shape::kGroupTokens} * kTileFloats;
-    return scratch_.scores + (group % 2 * row_tiles_ + row_tile) * kGroupFloats;
+    constexpr std::int32_t kGroupFloats = Shape::kGroupTokens * kTileFloats;
+    return scratch_.scores + (score_block(group, row_tile) % kScoreBlocks * Shape::kGroupRowTiles +
+                              row_tile % Shape::kGroupRowTiles) *
+                                 kGroupFloats;
   }
 
   // The scores of `row_tiles` more row tiles are stored, in the queue's order.
@@ -77,9 +79,11 @@ class SoftmaxQueue {
     if (ready_ == 0) budget_ = 0;
   }
 
-  // Scores of `group` are about to take the place of those of group - 2.
-  void make_room(std::int32_t group) {
-    while (group_ < group - 1) run_piece();
+  // The scores of this group and row tile are about to take the place of an earlier block's.
+  void make_room(std::int32_t group, std::int32_t row_tile) {
+    while (score_block(group_, row_tile_) + kScoreBlocks <= score_block(group, row_tile)) {
+      run_piece();
+    }
   }
 
   void finish_block() {
@@ -98,6 +102,11 @@ class SoftmaxQueue {
     _mm512_store_ps(part, _mm512_setzero_ps());
   }
 
+  // The number of a block of score tiles, in the order in which they are computed.
+  std::int32_t score_block(std::int32_t group, std::int32_t row_tile) const {
+    const std::int32_t blocks = (row_tiles_ + Shape::kGroupRowTiles - 1) / Shape::kGroupRowTiles;
+    return group * blocks + row_tile / Shape::kGroupRowTiles;
+  }
   std::int32_t unit() const { return group_ * kUnitsPerGroup + unit_of_group_; }
   std::byte* weights(std::int32_t unit) const {
     return scratch_.weights + std::int64_t{row_tile_ * kBlockUnits + unit} * Shape::kUnitBytes;
