@@ -123,7 +123,8 @@ class Scratch {
  private:
   template <class T>
   T* take(std::int64_t bytes) {
-    std::byte* area = memory_ + end_;
+    // Null when only the bytes are counted.
+    std::byte* area = memory_ == nullptr ? nullptr : memory_ + end_;
     end_ += static_cast<std::size_t>(bytes + 63) / 64 * 64;
     return reinterpret_cast<T*>(area);
   }
