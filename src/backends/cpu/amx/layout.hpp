@@ -14,7 +14,6 @@ namespace flashmla::cpu::amx {
 namespace {
 
 inline constexpr std::int32_t kMaxQueryRows = 128;
-inline constexpr std::int32_t kMaxRowTiles = kMaxQueryRows / kTileRows;
 
 // Two ways to walk the cache. Which one a problem takes depends on its query rows alone, never on
 // those of a task, so that a row's bits do not depend on which rows share its task.
