@@ -1,133 +1,291 @@
-"""The command line, run as a program."""
+"""The command line, run as its users run it: output, files, messages, exit statuses."""
 
 from __future__ import annotations
 
+import csv
 import json
+import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
-from inputs import attend, formula_inputs, library_plan, same_bits
 from safetensors.torch import load_file, save_file
 
+import flashmla
+from flashmla import _library, cases, reference
 
-def flashmla(*arguments: object) -> subprocess.CompletedProcess[str]:
+
+def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
+    """Runs `flashmla ARGUMENTS` in a process of its own."""
+    variables = {**os.environ, "COLUMNS": "250", **environment}
     command = [sys.executable, "-m", "flashmla", *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, check=False)
+    done = subprocess.run(command, capture_output=True, text=True, env=variables, check=False)
+    assert "Traceback" not in done.stderr, done.stderr
+    return done
 
 
 @pytest.fixture
-def stored(tmp_path):
-    inputs = formula_inputs([130, 97], 8, 2)
-    names = ("q", "k_cache", "block_table", "cache_seqlens")
-    path = tmp_path / "in.safetensors"
-    save_file({name: getattr(inputs, name) for name in names}, str(path))
-    return inputs, path
+def refusal(monkeypatch, capsys):
+    """The message with which a command ends, run in this process: quicker, for many of them."""
+    from flashmla.cli import main
+
+    def refuse(*arguments: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["flashmla", *map(str, arguments)])
+        with pytest.raises(SystemExit) as stop:
+            main()
+        assert stop.value.code == 1
+        return capsys.readouterr().err
+
+    return refuse
 
 
-@pytest.mark.parametrize("causal", [True, False])
-def test_decode_writes_what_the_function_returns(stored, tmp_path, causal):
-    inputs, path = stored
-    inputs.causal = causal
-    flags = ["--causal"] if causal else []
-    result = tmp_path / "out.safetensors"
-    done = flashmla(
-        "decode", path, "-o", result, "--head-dim-v", 512, "--softmax-scale", 0.25, *flags
+@pytest.fixture(scope="module")
+def inputs() -> cases.Inputs:
+    case = cases.Case("cli", lens=(70, 5, 200), seq_len_q=2, heads=4, page=16, causal=True)
+    return cases.make_inputs(case, torch.bfloat16)
+
+
+def write(path: Path, inputs: cases.Inputs, metadata: dict[str, str] | None = None, **more) -> Path:
+    """The tensors of `inputs` as a file; a value None in `more` leaves one out."""
+    tensors = {
+        "q": inputs.q,
+        "k_cache": inputs.k_cache,
+        "block_table": inputs.block_table,
+        "cache_seqlens": inputs.cache_seqlens,
+        **more,
+    }
+    kept = {name: value for name, value in tensors.items() if value is not None}
+    save_file(kept, str(path), metadata=metadata)
+    return path
+
+
+def test_decode_writes_what_the_call_returns(tmp_path, inputs):
+    source = write(tmp_path / "in.safetensors", inputs)
+    target = tmp_path / "out.safetensors"
+    done = run("decode", source, "-o", target, "--head-dim-v", 512, "--causal")
+    assert done.returncode == 0, done.stderr
+    found = load_file(str(target))
+    plan = flashmla.get_mla_metadata(inputs.cache_seqlens, *inputs.plan_heads())
+    out, lse = flashmla.flash_mla_with_kvcache(
+        inputs.q,
+        inputs.k_cache,
+        inputs.block_table,
+        inputs.cache_seqlens,
+        512,
+        *plan,
+        causal=True,
     )
-    assert done.returncode == 0, done.stderr
-    found = load_file(str(result))
-    expected = attend(inputs)
-    assert same_bits(found["out"], expected[0])
-    assert same_bits(found["softmax_lse"], expected[1])
+    # The other process may use other numbers of parts, and so round otherwise.
+    bound = reference.TOLERANCES[torch.bfloat16]
+    error = reference.errors(found["out"], found["softmax_lse"], out.double(), lse.double())
+    assert found["out"].dtype == torch.bfloat16
+    assert error[0] <= bound.out_relative
+    assert error[1] <= bound.lse_absolute
 
 
-def test_decode_takes_a_plan_and_visible_lens(stored, tmp_path):
-    inputs, path = stored
-    inputs.visible_lens = torch.tensor([[5, 130], [0, 97]], dtype=torch.int32)
-    metadata, num_splits = library_plan(inputs)
-    save_file(
-        load_file(str(path))
-        | {
-            "visible_lens": inputs.visible_lens,
-            "tile_scheduler_metadata": metadata,
-            "num_splits": num_splits,
-        },
-        str(path),
+def test_decode_takes_scalars_from_metadata_and_options_first(tmp_path, inputs):
+    metadata = {"head_dim_v": "512", "softmax_scale": "0.1", "causal": "true"}
+    source = write(tmp_path / "in.safetensors", inputs, metadata)
+    kernel = "cpu_reference_bf16"
+    lses = {}
+    for name, options in {
+        "metadata": [],
+        "options": ["--softmax-scale", "0.02", "--no-causal"],
+    }.items():
+        target = tmp_path / f"{name}.safetensors"
+        done = run("decode", source, "-o", target, "--kernel", kernel, *options)
+        assert done.returncode == 0, done.stderr
+        lses[name] = load_file(str(target))["softmax_lse"]
+    for name, (scale, causal) in {"metadata": (0.1, True), "options": (0.02, False)}.items():
+        _, expected = reference.attend(
+            inputs.q,
+            inputs.k_cache,
+            inputs.block_table,
+            inputs.cache_seqlens,
+            512,
+            scale,
+            causal,
+        )
+        assert float((lses[name].double() - expected).abs().max()) < 2e-5
+
+
+def test_decode_takes_a_plan_and_visible_lens(tmp_path, inputs):
+    visible = torch.tensor([[1, 70], [0, 5], [64, 65]], dtype=torch.int32)
+    plan = cases.plan_of(inputs, 1)
+    source = write(
+        tmp_path / "in.safetensors",
+        inputs,
+        {"head_dim_v": "512"},
+        visible_lens=visible,
+        tile_scheduler_metadata=plan[0],
+        num_splits=plan[1],
     )
-    result = tmp_path / "out.safetensors"
-    done = flashmla("decode", path, "-o", result, "--head-dim-v", 512, "--softmax-scale", 0.25)
+    target = tmp_path / "out.safetensors"
+    done = run("decode", source, "-o", target)
     assert done.returncode == 0, done.stderr
-    assert same_bits(load_file(str(result))["out"], attend(inputs)[0])
-
-
-def test_decode_explains_a_wrong_file(stored, tmp_path):
-    _, path = stored
-    tensors = load_file(str(path))
-    result = tmp_path / "out.safetensors"
-    for change, message in [
-        (lambda t: t.pop("q"), "missing: q"),
-        (lambda t: t.update(extra=torch.zeros(1)), "not known: extra"),
-        (lambda t: t.update(num_splits=torch.zeros(3)), "half of a plan"),
-        (lambda t: t.update(cache_seqlens=torch.tensor([130, -4]).int()), "cache_seqlens[1] is -4"),
-        (lambda t: t.update(q=torch.zeros(3)), "q has shape (3,)"),
-    ]:
-        changed = dict(tensors)
-        change(changed)
-        save_file(changed, str(path))
-        done = flashmla("decode", path, "-o", result, "--head-dim-v", 512)
-        assert done.returncode == 1
-        assert message in " ".join(done.stderr.split())
-        assert "Traceback" not in done.stderr
-        assert not result.exists()
-    done = flashmla("decode", tmp_path / "none", "-o", result)
-    assert done.returncode == 1
-    assert "cannot read" in done.stderr
-
-
-def test_check_is_right_for_a_kernel():
-    done = flashmla("check", "--kernel", "cpu_portable", "--suite", "edge")
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert done.stdout.count("right") == 3
-    done = flashmla("check", "--kernel", "nothing")
-    assert done.returncode == 1
-    assert "there are" in done.stderr
-
-
-def test_info_names_the_choice():
-    done = flashmla("info", "--dtype", "float32")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("chosen") == 1
-    assert "cpu_portable_fp32" in done.stdout
-    assert flashmla("info", "--dtype", "int8").returncode == 1
-
-
-def test_bench_prints_numbers_that_are_consistent(tmp_path):
-    csv = tmp_path / "rows.csv"
-    only = ["--only", "1x64", "--threads", 1]
-    done = flashmla("bench", "--quick", *only, "--json", "--csv", csv)
-    assert done.returncode == 0, done.stderr
-    (row,) = json.loads(done.stdout)
-    assert row["workload"] == "1x64 h16 s1"
-    assert row["us"] > 0
-    assert row["relative_error"] < 3e-3
-    assert row["gflops"] == pytest.approx(64 * 16 * 2 * 1088 / row["us"] / 1e3, rel=0.1)
-    assert csv.read_text().startswith("workload,isa,threads,us,")
-    done = flashmla("bench", "--isa", "sse9")
-    assert done.returncode == 1
-    assert "--isa is sse9" in done.stderr
-
-
-def test_demo_shows_that_the_tokens_are_equal():
-    done = flashmla("demo", "--tokens", 12, "--prompt", "And the king said unto", "--page-size", 16)
-    assert done.returncode == 0, done.stderr
-    flat = " ".join(done.stdout.split())
-    assert "12 of 12 tokens equal the plain PyTorch model's" in flat
-    assert "tokens/s" in flat
+    _, expected = reference.attend(
+        inputs.q,
+        inputs.k_cache,
+        inputs.block_table,
+        inputs.cache_seqlens,
+        512,
+        visible_lens=visible,
+    )
+    lse = load_file(str(target))["softmax_lse"].double()
+    assert torch.equal(lse.isinf(), expected.isinf())
+    finite = expected.isfinite()
+    assert float((lse - expected)[finite].abs().max()) < 2e-5
 
 
 @pytest.mark.parametrize(
-    ("arguments", "message"),
+    ("change", "metadata", "options", "message"),
+    [
+        ({"block_table": None}, {}, ["--head-dim-v", 512], "missing: block_table"),
+        ({"keys": torch.ones(1)}, {}, ["--head-dim-v", 512], "not known: keys"),
+        ({"num_splits": torch.ones(4)}, {}, ["--head-dim-v", 512], "half of a plan"),
+        (
+            {"cache_seqlens": torch.tensor([70, -4, 200], dtype=torch.int32)},
+            {},
+            ["--head-dim-v", 512],
+            "cache_seqlens[1] is -4",
+        ),
+        ({"q": torch.ones(3, 4)}, {}, ["--head-dim-v", 512], "q has shape (3, 4)"),
+        ({}, {}, [], "--head-dim-v"),
+        ({}, {"head_dim_v": "many"}, [], "head_dim_v = 'many'; it must be of type int"),
+        ({}, {"head_dim_v": "512", "causal": "perhaps"}, [], "causal = 'perhaps'"),
+        ({}, {}, ["--head-dim-v", 3], "(head_dim, head_dim_v) is (576, 3)"),
+        ({}, {}, ["--head-dim-v", 512, "--kernel", "best"], "--kernel is best; it must be one of"),
+    ],
+)
+def test_decode_refuses(tmp_path, inputs, refusal, change, metadata, options, message):
+    source = write(tmp_path / "in.safetensors", inputs, metadata, **change)
+    target = tmp_path / "out.safetensors"
+    assert message in refusal("decode", source, "-o", target, *options)
+    assert not target.exists()
+
+
+def test_decode_refuses_files_that_it_cannot_read_or_write(tmp_path, inputs, refusal):
+    missing = tmp_path / "none.safetensors"
+    assert "cannot read" in refusal("decode", missing, "-o", tmp_path / "out")
+    text = tmp_path / "text.safetensors"
+    text.write_text("no tensors here")
+    assert "cannot read" in refusal("decode", text, "-o", tmp_path / "out")
+    source = write(tmp_path / "in.safetensors", inputs)
+    target = tmp_path / "none" / "out"
+    assert "cannot write" in refusal("decode", source, "-o", target, "--head-dim-v", 512)
+
+
+def test_check_of_one_kernel_passes():
+    done = run("check", "--kernel", "cpu_portable_fp32", "--suite", "edge")
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "right" in done.stdout
+    assert "wrong" not in done.stdout
+
+
+def test_check_fails_on_a_wrong_result(monkeypatch, capsys):
+    from flashmla.cli import check
+    from flashmla.cli.console import Failure
+
+    attend = reference.attend
+
+    def off_by_one_percent(*arguments):
+        out, lse = attend(*arguments)
+        return out * 1.01, lse
+
+    monkeypatch.setattr(reference, "attend", off_by_one_percent)
+    with pytest.raises(Failure, match="checks failed"):
+        check.run(kernel="cpu_portable_fp32", suite="edge")
+    assert "wrong" in capsys.readouterr().out
+
+
+def test_check_names_the_kernels_there_are(refusal):
+    message = refusal("check", "--kernel", "nothing")
+    assert all(kernel.name in message for kernel in _library.kernels())
+
+
+def test_info_says_why_each_kernel_is_or_is_not_chosen():
+    done = run("info", "--json", "--dtype", "float16", FLASHMLA_ISA="portable")
+    assert done.returncode == 0, done.stderr
+    facts = json.loads(done.stdout)
+    verdicts = {kernel["name"]: kernel["verdict"] for kernel in facts["kernels"]}
+    assert list(verdicts) == [kernel.name for kernel in _library.kernels()]
+    assert verdicts["cpu_portable_fp16"] == "chosen"
+    assert verdicts["cpu_reference_fp16"] == "fits; cpu_portable_fp16 comes first"
+    assert verdicts["cpu_portable_fp32"] == "computes float32, q is float16"
+    others = {name: verdict for name, verdict in verdicts.items() if name.endswith("x2_fp16")}
+    assert all("needs AVX2" in verdict for verdict in others.values())
+    assert facts["devices"][0]["verdict"] == "supported"
+    table = run("info")
+    assert table.returncode == 0
+    assert "chosen" in table.stdout
+
+
+def test_wrong_arguments_and_environment_end_in_a_message(refusal, monkeypatch):
+    assert "is (77, 512); it must be one of" in refusal("info", "--head-dim", 77)
+    assert "--dtype is int8" in refusal("info", "--dtype", "int8")
+    monkeypatch.setenv("FLASHMLA_ISA", "fast")
+    assert 'FLASHMLA_ISA is "fast"' in refusal("info")
+    assert run("info", "--no-such-option").returncode == 2
+    assert run("no-such-command").returncode == 2
+    assert run("--help").returncode == 0
+
+
+def test_bench_times_a_workload_and_writes_its_files(tmp_path):
+    pytest.importorskip("matplotlib")
+    plot = tmp_path / "plot.svg"
+    done = run(
+        *("bench", "--quick", "--only", "1x64 h16", "--threads", 1, "--isa", "portable"),
+        *("--json", "--csv", tmp_path, "--plot", plot),
+    )
+    assert done.returncode == 0, done.stderr
+    (row,) = json.loads(done.stdout)
+    assert (row["workload"], row["isa"], row["threads"]) == ("1x64 h16 s1", "portable", 1)
+    assert row["us"] > 0
+    assert row["gflops"] == pytest.approx(64 * 16 * 2 * 1088 / row["us"] / 1e3, rel=0.1)
+    assert row["torch_us"] > 0
+    assert row["unit_gflops"] > 0
+    assert row["relative_error"] < reference.TOLERANCES[torch.bfloat16].out_relative
+    (path,) = tmp_path.glob("*.csv")
+    (written,) = csv.DictReader(path.read_text().splitlines())
+    assert float(written["us"]) == row["us"]
+    assert plot.read_text().lstrip().startswith("<?xml")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--isa", "best"], "--isa is best; it must be one of portable, avx2"),
+        (["--only", "nothing"], "no workload contains 'nothing'"),
+        (["--threads", 0], "--threads is 0; it must be at least 1"),
+        (["--dtype", "int8"], "--dtype is int8"),
+    ],
+)
+def test_bench_refuses(refusal, options, message):
+    assert message in refusal("bench", *options)
+
+
+def test_bench_measures_memory_beside_a_cache():
+    done = run("bench", "--memory", 0.2)
+    assert done.returncode == 0, done.stderr
+    more = float(done.stdout.split("at most ")[1].split(" MB")[0])
+    assert more < 20, done.stdout
+
+
+def test_demo_equals_the_plain_model(tmp_path):
+    pytest.importorskip("tokenizers")
+    prompt = tmp_path / "prompt.txt"
+    prompt.write_text("In the beginning [/bold] God")
+    done = run("demo", "--prompt-file", prompt, "--tokens", 12, "--temperature", 0)
+    assert done.returncode == 0, done.stderr
+    assert "In the beginning [/bold] God" in done.stdout
+    assert "12 of 12 tokens equal" in done.stdout
+    assert "tokens/s" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
     [
         (["--prompt", ""], "the prompt is empty"),
         (["--tokens", 0], "num_tokens is 0"),
@@ -139,13 +297,6 @@ def test_demo_shows_that_the_tokens_are_equal():
         (["--prompt-file", "none.txt"], "cannot read the prompt"),
     ],
 )
-def test_demo_explains_wrong_options(arguments, message):
-    done = flashmla("demo", *arguments)
-    assert done.returncode == 1
-    assert message in " ".join(done.stderr.split())
-    assert "Traceback" not in done.stderr
-
-
-def test_help_and_unknown_commands():
-    assert flashmla("--help").returncode == 0
-    assert flashmla("nothing").returncode == 2
+def test_demo_refuses(refusal, options, message):
+    pytest.importorskip("tokenizers")
+    assert message in refusal("demo", *options)

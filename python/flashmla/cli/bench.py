@@ -6,9 +6,10 @@ import csv
 import datetime
 import json
 import os
-import resource
+import re
 import statistics
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -17,12 +18,14 @@ from typing import Annotated
 
 import torch
 import typer
-from rich.progress import Progress
+from rich.progress import Progress, track
 from rich.table import Table
 
 import flashmla
 from flashmla import cases, reference
+from flashmla.cli.ceilings import Ceilings
 from flashmla.cli.console import Failure, console, errors, require_support
+from flashmla.cli.info import processor_name
 
 # The same instruction set for the peer: oneDNN's name for each cap.
 ONEDNN_ISA = {
@@ -45,7 +48,9 @@ class Row:
     gflops: float
     gbs: float
     percent_of_ceiling: float  # the larger of the shares of the two ceilings
-    ceiling: str  # which: "read" or "matmul"
+    ceiling: str  # which: "read" or a multiply-add unit
+    read_gbs: float
+    unit_gflops: float
     torch_us: float
     times_torch: float
     relative_error: float
@@ -53,28 +58,17 @@ class Row:
     date: str
 
 
-def _median_us(call: Callable[[int], object], seconds: float) -> float:
-    """Median time of call(i) for i = 0, 1, ...; at least 5 calls, about `seconds` in all."""
-    call(0)
-    times: list[float] = []
-    begin = time.perf_counter()
-    while len(times) < 5 or (time.perf_counter() - begin < seconds and len(times) < 1000):
-        start = time.perf_counter()
-        call(len(times) + 1)
-        times.append(time.perf_counter() - start)
-    return statistics.median(times) * 1e6
+def _microseconds(call: Callable[[], object]) -> float:
+    start = time.perf_counter()
+    call()
+    return (time.perf_counter() - start) * 1e6
 
 
-def _ceilings(dtype: torch.dtype, seconds: float) -> tuple[float, float]:
-    """GB/s of reading memory, GFLOP/s of matrix products in the better of dtype and float32."""
-    memory = torch.randn(1 << 27)  # 512 MiB
-    read = memory.nbytes / _median_us(lambda _: memory.sum(), seconds) / 1e3
-    size, matmul = 1024, 0.0
-    for kind in {dtype, torch.float32}:  # float32 is the faster one where bfloat16 has no unit
-        a, b = torch.randn(size, size).to(kind), torch.randn(size, size).to(kind)
-        us = _median_us(lambda _, a=a, b=b: a @ b, seconds)
-        matmul = max(matmul, 2 * size**3 / us / 1e3)
-    return read, matmul
+def _make_pool(dtype: torch.dtype, head_dim: int) -> torch.Tensor:
+    """Vectors (count, head_dim) for all workloads: random ones, repeated every 64 MiB or so."""
+    chunk = torch.randn(1 << 25).to(dtype)
+    count = POOL_BYTES // dtype.itemsize
+    return chunk.repeat(-(-count // len(chunk)))[: count // head_dim * head_dim].view(-1, head_dim)
 
 
 def _commit() -> str:
@@ -87,79 +81,137 @@ def _commit() -> str:
     return found.stdout.strip()
 
 
-def _measure(case: cases.Case, dtype: torch.dtype, isa: str, seconds: float) -> Row:
+def _measure(
+    case: cases.Case, pool: torch.Tensor, ceilings: Ceilings, isa: str, seconds: float
+) -> Row:
     batch, length = len(case.lens), case.lens[0]
     pages = batch * -(-length // case.page)
-    copies = max(2, POOL_BYTES // (pages * case.page * case.head_dim * dtype.itemsize))
-    shape = (copies * pages, case.page, case.kv_heads, case.head_dim)
-    pool = torch.randn(shape, dtype=torch.float32).to(dtype)
-    order = torch.randperm(copies * pages, dtype=torch.int32).view(copies, batch, -1)
-    tables = list(order.contiguous())
-    q = torch.randn(batch, case.seq_len_q, case.heads, case.head_dim).to(dtype)
+    vectors = pages * case.page
+    copies = len(pool) // vectors
+    if copies < 3:
+        raise Failure(
+            f"workload {case.name} does not fit the pool of {pool.nbytes >> 20} MiB thrice"
+        )
+    contiguous = pool[: copies * vectors].view(copies, batch, length, case.head_dim)
+    paged = pool[: copies * vectors].view(-1, case.page, case.kv_heads, case.head_dim)
+    # Each copy's pages lie scattered over its own share of the pool.
+    order = torch.stack([copy * pages + torch.randperm(pages) for copy in range(copies)])
+    tables = order.to(torch.int32).view(copies, batch, -1)
+    q = torch.randn(batch, case.seq_len_q, case.heads, case.head_dim).to(pool.dtype)
     lengths = torch.tensor(case.lens, dtype=torch.int32)
     heads = case.seq_len_q * case.heads // case.kv_heads
     plan = flashmla.get_mla_metadata(lengths, heads, case.kv_heads)
 
-    def ours(index: int, causal: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
+    def ours(copy: int) -> tuple[torch.Tensor, torch.Tensor]:
         return flashmla.flash_mla_with_kvcache(
-            q, pool, tables[index % copies], lengths, case.head_dim_v, *plan, causal=causal
+            q, paged, tables[copy], lengths, case.head_dim_v, *plan
         )
 
-    contiguous = pool.view(copies, batch, length, case.head_dim)
     folded = q.reshape(batch, -1, case.head_dim)
     scale = case.head_dim**-0.5
 
-    def peer(index: int) -> torch.Tensor:
-        cached = contiguous[index % copies]
+    def peer(copy: int) -> torch.Tensor:
+        cached = contiguous[copy]
         weights = (torch.matmul(folded, cached.transpose(1, 2)) * scale).softmax(dim=-1)
         return torch.matmul(weights, cached[..., : case.head_dim_v])
 
-    us = _median_us(ours, seconds)
-    torch_us = _median_us(peer, seconds)
-    read, matmul = _ceilings(dtype, seconds / 4)
-    gflops, gbs = case.flops / us / 1e3, case.cache_bytes(dtype) / us / 1e3
-    share, ceiling = max((gflops / matmul, "matmul"), (gbs / read, "read"))
+    # In turn, so that all meet the same machine; each on its own third of the copies.
+    third = copies // 3
+    times: dict[str, list[float]] = {"ours": [], "torch": [], "read": [], "unit": []}
+    ours(0), peer(third)
+    begin = time.perf_counter()
+    while len(times["ours"]) < 5 or time.perf_counter() - begin < seconds:
+        turn = (len(times["ours"]) + 1) % third if third > 1 else 0
+        times["unit"].append(ceilings.compute_gflops())
+        times["ours"].append(_microseconds(lambda turn=turn: ours(turn)))
+        times["torch"].append(_microseconds(lambda turn=turn: peer(third + turn)))
+        times["read"].append(ceilings.read_gbs(contiguous[2 * third + turn]))
+    us, torch_us, read, unit = (statistics.median(values) for values in times.values())
+
+    gflops, gbs = case.flops / us / 1e3, case.cache_bytes(pool.dtype) / us / 1e3
+    share, ceiling = max((gflops / unit, ceilings.unit), (gbs / read, "read"))
     # One row of the batch is enough to tell a right result from a fast one.
     out, lse = ours(0)
     expected = reference.attend(
-        q[:1], pool, tables[0][:1], lengths[:1], case.head_dim_v, causal=False
+        q[:1], paged, tables[0][:1], lengths[:1], case.head_dim_v, causal=False
     )
     error, _ = reference.errors(out[:1], lse[:1], *expected)
     return Row(
-        case.name,
-        isa,
-        torch.get_num_threads(),
-        round(us, 1),
-        round(gflops, 1),
-        round(gbs, 2),
-        round(100 * share, 1),
-        ceiling,
-        round(torch_us, 1),
-        round(torch_us / us, 2),
-        float(f"{error:.2e}"),
-        _commit(),
-        datetime.date.today().isoformat(),
+        workload=case.name,
+        isa=isa,
+        threads=ceilings.threads,
+        us=round(us, 1),
+        gflops=round(gflops, 1),
+        gbs=round(gbs, 2),
+        percent_of_ceiling=round(100 * share, 1),
+        ceiling=ceiling,
+        read_gbs=round(read, 2),
+        unit_gflops=round(unit, 1),
+        torch_us=round(torch_us, 1),
+        times_torch=round(torch_us / us, 2),
+        relative_error=float(f"{error:.2e}"),
+        commit=_commit(),
+        date=datetime.date.today().isoformat(),
     )
 
 
+def _resident_kib(name: str) -> int:
+    """VmRSS, the memory in use, or VmHWM, its peak."""
+    match = re.search(rf"{name}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    if match is None:
+        raise Failure("this system does not say how much memory a process uses")
+    return int(match[1])
+
+
 def _memory(gigabytes: float) -> None:
-    """What a call needs beside a large cache: the growth of the process's peak while it runs."""
+    """What a call needs beside a large cache: the peak during the call over the use before it."""
     page, head_dim = 64, 576
     blocks = int(gigabytes * 1e9) // (page * head_dim * 2)
-    cache = torch.empty(blocks, page, 1, head_dim, dtype=torch.bfloat16)
-    for begin in range(0, blocks, 4096):
-        cache[begin : begin + 4096].normal_()
+    if blocks < 1:
+        raise Failure(f"--memory is {gigabytes}; a cache needs at least 0.0001 GB")
+    try:
+        cache = torch.empty(blocks, page, 1, head_dim, dtype=torch.bfloat16)
+    except RuntimeError as error:
+        raise Failure(str(error).splitlines()[0]) from None
+    step = 1024
+    values = torch.randn(step, page, 1, head_dim).bfloat16()
+    for begin in track(range(0, blocks, step), "filling", console=errors, transient=True):
+        part = cache[begin : begin + step]
+        part.copy_(values[: len(part)])
     q = torch.randn(1, 1, 16, head_dim).bfloat16()
     lengths = torch.tensor([blocks * page], dtype=torch.int32)
     table = torch.randperm(blocks, dtype=torch.int32)[None]
     plan = flashmla.get_mla_metadata(lengths, 16, 1)
-    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+    before = _resident_kib("VmRSS")
     flashmla.flash_mla_with_kvcache(q, cache, table, lengths, 512, *plan)
-    after = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    peak = _resident_kib("VmHWM")
     console.print(
-        f"cache {cache.nbytes / 1e9:.2f} GB, one row of {int(lengths[0])} tokens: peak memory "
-        f"{before / 1e6:.2f} GB before the call, {(after - before) / 1e3:.1f} MB more after it"
+        f"cache {cache.nbytes / 1e9:.2f} GB, one row of {int(lengths[0])} tokens: "
+        f"{before / 1e6:.2f} GB in use before the call, at most {(peak - before) / 1e3:.1f} MB "
+        "more during it"
     )
+
+
+def _write_csv(rows: list[Row], path: Path) -> None:
+    if path.is_dir():
+        path = path / (re.sub(r"[^a-z0-9]+", "-", processor_name().lower()).strip("-") + ".csv")
+    try:
+        with path.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])), lineterminator="\n")
+            writer.writeheader()
+            writer.writerows(asdict(row) for row in rows)
+    except OSError as error:
+        raise Failure(f"cannot write {path}: {error}") from None
+
+
+def _other_process(isa: str, options: list[str]) -> list[Row]:
+    """The rows of one instruction set, measured in a process of its own."""
+    command = [sys.executable, "-m", "flashmla", "bench", "--json", "--isa", isa, *options]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=False)
+    if done.returncode != 0:
+        raise Failure(f"the measurement of {isa} ended with status {done.returncode}")
+    return [Row(**row) for row in json.loads(done.stdout)]
 
 
 def _plot(rows: list[Row], path: Path) -> None:
@@ -169,7 +221,7 @@ def _plot(rows: list[Row], path: Path) -> None:
     from matplotlib import pyplot
 
     figure, axes = pyplot.subplots(figsize=(8, 0.5 + 0.45 * len(rows)))
-    labels = [f"{row.workload}, {row.threads} threads" for row in rows]
+    labels = [f"{row.workload}, {row.isa}, {row.threads} threads" for row in rows]
     places = range(len(rows))
     axes.barh([p + 0.2 for p in places], [r.torch_us for r in rows], 0.4, label="torch, contiguous")
     axes.barh([p - 0.2 for p in places], [r.us for r in rows], 0.4, label="flashmla, paged")
@@ -182,10 +234,28 @@ def _plot(rows: list[Row], path: Path) -> None:
     figure.savefig(path)
 
 
+def _measure_all(
+    todo: list[cases.Case], counts: list[int], dtype: torch.dtype, isa: str, seconds: float
+) -> list[Row]:
+    rows = []
+    with Progress(console=errors, transient=True) as progress:
+        task = progress.add_task("filling memory", total=len(todo) * len(counts))
+        pool = _make_pool(dtype, todo[0].head_dim)
+        for count in counts:
+            torch.set_num_threads(count)
+            ceilings = Ceilings(dtype, count)
+            for case in todo:
+                progress.update(task, description=f"{case.name}, {count} threads")
+                rows.append(_measure(case, pool, ceilings, isa, seconds))
+                progress.advance(task)
+            ceilings.close()
+    return rows
+
+
 def run(
     isa: Annotated[
-        str | None,
-        typer.Option(help="Cap flashmla and torch: portable, avx2, avx512 or amx."),
+        list[str] | None,
+        typer.Option(help="Cap both sides: portable, avx2, avx512 or amx; may be repeated."),
     ] = None,
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     threads: Annotated[
@@ -197,25 +267,30 @@ def run(
         float | None, typer.Option(help="Instead: peak memory beside a cache of this many GB.")
     ] = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
-    csv_path: Annotated[Path | None, typer.Option("--csv", help="Write a CSV file.")] = None,
+    csv_path: Annotated[
+        Path | None, typer.Option("--csv", help="Write a CSV file; in a folder, <device>.csv.")
+    ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a chart (PNG or SVG).")] = None,
 ) -> None:
     """Time attention on this machine, cold cache, beside torch and the measured ceilings.
 
     The peer is matmul, softmax, matmul on a contiguous cache, without lse, held to the same
-    instruction set. "read" is the rate at which torch sums a large tensor, "matmul" its rate on a
-    product of 1024 x 1024 matrices, both measured beside each line.
+    instruction set. Ceilings are measured in turn with both: "read" by plain loads, the units by
+    multiply-adds in registers (for tiles, from the first-level cache). Times are medians.
     """
     require_support("cpu")
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if dtype not in dtypes:
         raise Failure(f"--dtype is {dtype}; it must be one of {', '.join(dtypes)}")
-    if isa is not None:
-        if isa not in ONEDNN_ISA:
-            raise Failure(f"--isa is {isa}; it must be one of {', '.join(ONEDNN_ISA)}")
-        # Read by both libraries at their first call, which is still to come.
-        os.environ["FLASHMLA_ISA"] = isa
-        os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN_ISA[isa]
+    if unknown := [word for word in isa or [] if word not in ONEDNN_ISA]:
+        raise Failure(f"--isa is {unknown[0]}; it must be one of {', '.join(ONEDNN_ISA)}")
+    if wrong := [count for count in threads or [] if count < 1]:
+        raise Failure(f"--threads is {wrong[0]}; it must be at least 1")
+    cap = isa[0] if isa and len(isa) == 1 else None
+    if cap is not None:
+        # Read by both libraries at their first computation, which is still to come.
+        os.environ["FLASHMLA_ISA"] = cap
+        os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN_ISA[cap]
     if memory is not None:
         _memory(memory)
         return
@@ -225,42 +300,41 @@ def run(
             f"no workload contains {only!r}; there are "
             + ", ".join(case.name for case in cases.load("perf"))
         )
-    counts = threads or sorted({1, torch.get_num_threads()})
-    seconds = 0.2 if quick else 1.0
-    rows = []
-    with Progress(console=errors, transient=True) as progress:
-        task = progress.add_task("timing", total=len(todo) * len(counts))
-        for count in counts:
-            torch.set_num_threads(count)
-            for case in todo:
-                progress.update(task, description=f"{case.name}, {count} threads")
-                rows.append(_measure(case, dtypes[dtype], isa or "all", seconds))
-                progress.advance(task)
+    if isa and len(isa) > 1:
+        options = ["--dtype", dtype]
+        options += [word for count in threads or [] for word in ("--threads", str(count))]
+        options += ["--only", only] if only else []
+        options += ["--quick"] if quick else []
+        rows = [row for word in isa for row in _other_process(word, options)]
+    else:
+        counts = threads or sorted({1, torch.get_num_threads()})
+        rows = _measure_all(todo, counts, dtypes[dtype], cap or "all", 0.2 if quick else 1.0)
     if as_json:
         console.print_json(json.dumps([asdict(row) for row in rows]))
     else:
         table = Table(box=None)
-        for name in ("workload", "threads", "us", "GFLOP/s", "GB/s", "of ceiling"):
-            table.add_column(name, justify="left" if name == "workload" else "right")
-        for name in ("torch us", "times torch", "error"):
-            table.add_column(name, justify="right")
+        left = ("workload", "isa", "of ceiling")
+        for name in (*left[:2], "threads", "us", "GFLOP/s", "GB/s", left[2], "torch us", "faster"):
+            table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
         for row in rows:
             table.add_row(
                 row.workload,
+                row.isa,
                 str(row.threads),
                 f"{row.us:.0f}",
                 f"{row.gflops:.0f}",
                 f"{row.gbs:.1f}",
                 f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
                 f"{row.torch_us:.0f}",
-                f"{row.times_torch:.1f}",
-                f"{row.relative_error:.1e}",
+                f"{row.times_torch:.1f}x",
             )
         console.print(table)
     if csv_path is not None:
-        with csv_path.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(asdict(rows[0])), lineterminator="\n")
-            writer.writeheader()
-            writer.writerows(asdict(row) for row in rows)
+        _write_csv(rows, csv_path)
     if plot is not None:
-        _plot(rows, plot)
+        try:
+            _plot(rows, plot)
+        except ModuleNotFoundError as error:
+            raise Failure(f"{error}; --plot needs it: pip install 'flashmla[plot]'") from None
+        except (OSError, ValueError) as error:
+            raise Failure(f"cannot write {plot}: {error}") from None
