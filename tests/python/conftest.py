@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+import flashmla
 from flashmla import _library
 
 settings.register_profile(
@@ -28,9 +29,13 @@ BF16_KERNELS = [
 ]
 
 
-@pytest.fixture(params=BF16_KERNELS, ids=lambda kernel: kernel.name)
-def kernel(request) -> _library.Kernel:
-    """Each kernel that computes bfloat16 on this machine, to be forced."""
+@pytest.fixture(params=[*BF16_KERNELS, "cuda"], ids=lambda kernel: getattr(kernel, "name", kernel))
+def kernel(request) -> _library.Kernel | str:
+    """What computes bfloat16: each kernel of this CPU, to be forced, and the CUDA device."""
+    if request.param == "cuda":
+        supported, reason = flashmla.is_flashmla_supported("cuda")
+        if not supported:
+            pytest.skip(f"no CUDA device: {reason}")
     return request.param
 
 

@@ -92,9 +92,17 @@ def library_plan(inputs: cases.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
 def attend(
     inputs: cases.Inputs,
     plan: tuple[torch.Tensor, torch.Tensor] | None = None,
-    kernel: _library.Kernel | None = None,
+    kernel: _library.Kernel | str | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The operator on the inputs, by the library's plan and choice unless given."""
+    """The operator on the inputs, by the library's plan and choice unless given.
+
+    `kernel` is one to force, or "cuda": then the call is made there and its results come back.
+    """
+    if kernel == "cuda":
+        moved = {n: v.cuda() if torch.is_tensor(v) else v for n, v in vars(inputs).items()}
+        plan = None if plan is None else tuple(tensor.cuda() for tensor in plan)
+        out, lse = attend(cases.Inputs(**moved), plan)
+        return out.cpu(), lse.cpu()
     plan = library_plan(inputs) if plan is None else plan
     if kernel is None:
         return flashmla.flash_mla_with_kvcache(

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import inspect
+
 import pytest
 import torch
 from inputs import attend, formula_inputs, library_plan, same_bits
@@ -45,6 +47,57 @@ def test_the_older_calls_still_work(inputs):
     plan = flash_mla.get_mla_metadata(inputs.cache_seqlens, 16, 1)
     assert all(same_bits(a, b) for a, b in zip(plan, library_plan(inputs), strict=True))
     found = call(inputs, *plan)
+    assert all(same_bits(a, b) for a, b in zip(found, attend(inputs), strict=True))
+
+
+def test_layers_of_one_step_share_a_plan(inputs):
+    plan, _ = flash_mla.get_mla_metadata()
+    for layer in range(3):
+        inputs.q = inputs.q.roll(layer, dims=-1)
+        inputs.k_cache = inputs.k_cache.roll(layer, dims=-1)
+        found = call(inputs, plan)
+        assert all(same_bits(a, b) for a, b in zip(found, attend(inputs), strict=True))
+
+
+def test_each_object_has_its_own_plan(inputs):
+    first, second = flash_mla.get_mla_metadata()[0], flash_mla.get_mla_metadata()[0]
+    call(inputs, first)
+    inputs.q, inputs.block_table = inputs.q[:1], inputs.block_table[:1]
+    inputs.cache_seqlens = inputs.cache_seqlens[:1]
+    found = call(inputs, second)
+    assert all(same_bits(a, b) for a, b in zip(found, attend(inputs), strict=True))
+
+
+def test_arguments_have_the_names_and_the_order_of_the_newer_package():
+    names = list(inspect.signature(flash_mla.flash_mla_with_kvcache).parameters)
+    assert names[:9] == [
+        "q",
+        "k_cache",
+        "block_table",
+        "cache_seqlens",
+        "head_dim_v",
+        "tile_scheduler_metadata",
+        "num_splits",
+        "softmax_scale",
+        "causal",
+    ]
+    assert names[9:16] == [
+        "is_fp8_kvcache",
+        "indices",
+        "attn_sink",
+        "extra_k_cache",
+        "extra_indices_in_kvcache",
+        "topk_length",
+        "extra_topk_length",
+    ]
+
+
+def test_num_splits_and_all_that_follows_may_be_left_out(inputs):
+    plan, _ = flash_mla.get_mla_metadata()
+    inputs.softmax_scale, inputs.causal = None, False
+    found = flash_mla.flash_mla_with_kvcache(
+        inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens, 512, plan
+    )
     assert all(same_bits(a, b) for a, b in zip(found, attend(inputs), strict=True))
 
 

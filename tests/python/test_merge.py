@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inputs import same_bits
+from inputs import paged, same_bits
 
 import flashmla
 from flashmla import reference
@@ -81,6 +81,45 @@ def test_b16_half_of_the_heads_empty():
     assert same_bits(out[:, :, :2], outs[0, :, :, :2])
     assert same_bits(lse[:, :2], lses[0, :, :2])
     assert not same_bits(lse[:, 2:], lses[0, :, 2:])
+
+
+def test_b16_half_of_the_query_tokens_empty():
+    outs, lses = random_parts(2, (2, 4, 3, 16), torch.bfloat16)
+    lses[0, :, :, ::2] = -math.inf
+    out, lse = flashmla.merge_attention_states(outs, lses)
+    assert same_bits(out[:, ::2], outs[1, :, ::2])
+    assert same_bits(lse[..., ::2], lses[1, ..., ::2])
+    assert out.isfinite().all()
+
+
+@given(
+    length=st.integers(1, 300),
+    num_parts=st.integers(1, 6),
+    queries=st.integers(1, 2),
+    seed=st.integers(0, 1000),
+)
+def test_any_partition_of_a_row_merges_to_the_row(length, num_parts, queries, seed):
+    generator = torch.Generator().manual_seed(seed)
+    q = torch.randn(1, queries, 5, 64, generator=generator)
+    keys = torch.randn(length, 1, 64, generator=generator)
+    owner = torch.randint(0, num_parts, (length,), generator=generator)
+    # Query t does not see the last queries - 1 - t tokens of the whole row, whoever holds them.
+    seen = [length - queries + 1 + t for t in range(queries)]
+    results = []
+    for part in [torch.arange(length), *((owner == p).nonzero()[:, 0] for p in range(num_parts))]:
+        lens = torch.tensor([len(part)], dtype=torch.int32)
+        visible = torch.tensor([[int((part < n).sum()) for n in seen]], dtype=torch.int32)
+        cache, table = paged([keys[part]], 16, torch.float32)
+        plan = flashmla.get_mla_metadata(lens, 5 * queries, 1)
+        results.append(
+            flashmla.flash_mla_with_kvcache(q, cache, table, lens, 64, *plan, visible_lens=visible)
+        )
+    whole_out, whole_lse = results[0]
+    out, lse = flashmla.merge_attention_states(
+        [part_out for part_out, _ in results[1:]], [part_lse for _, part_lse in results[1:]]
+    )
+    assert torch.allclose(out, whole_out, rtol=0, atol=4e-6)
+    assert torch.allclose(lse, whole_lse, rtol=0, atol=4e-6)
 
 
 def test_lists_and_strided_tensors():

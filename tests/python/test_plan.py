@@ -53,15 +53,13 @@ def check_plan(metadata: torch.Tensor, num_splits: torch.Tensor, lens: list[int]
             assert all(first < end for first, end, _, _ in shares)
         assert [split for _, _, _, split in shares] == list(range(len(shares)))
         assert splits[row + 1] - splits[row] == len(shares)
-    # Balance: blocks of a part, against the mean.
-    sizes = [0] * metadata.shape[0]
+    # Balance, in eighths of a block, of which each row costs one more wherever it begins.
+    costs = [0] * metadata.shape[0]
     for shares in walked.values():
-        for first, end, part, _ in shares:
-            sizes[part] += end - first
-    total = sum(blocks_of(length) for length in lens)
-    starts = len(lens) / 8  # an eighth of a block a row
-    mean = -(-(total + starts) // len(sizes))
-    assert max(sizes) <= mean + 2
+        for first, end, part, split in shares:
+            costs[part] += 8 * (end - first) + (split == 0)
+    mean = -(-sum(costs) // (8 * len(costs)))  # blocks, rounded up
+    assert max(costs) <= 8 * (mean + 1) + 1
 
 
 @given(lens=st.lists(LENGTHS, max_size=60), threads=st.integers(1, 40))
@@ -84,6 +82,20 @@ def test_any_batch(batch, kind):
         lens[0], lens[batch // 2], lens[-1] = 1_000_000, 0, 1
     torch.set_num_threads(16)
     check_plan(*flashmla.get_mla_metadata(lens, 128, 1), lens.tolist())
+
+
+@given(
+    lens=st.lists(LENGTHS, max_size=20),
+    heads=st.sampled_from([1, 16, 128, 2048]),
+    kv_heads=st.sampled_from([1, 2, 3, 8]),
+)
+def test_any_number_of_heads(lens, heads, kv_heads):
+    torch.set_num_threads(8)
+    tensor = torch.tensor(lens, dtype=torch.int32)
+    plan = flashmla.get_mla_metadata(tensor, heads, kv_heads)
+    check_plan(*plan, lens)
+    again = flashmla.get_mla_metadata(tensor, heads, kv_heads)
+    assert all(same_bits(a, b) for a, b in zip(plan, again, strict=True))
 
 
 def test_strided_lengths():
