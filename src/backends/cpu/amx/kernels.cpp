@@ -202,13 +202,16 @@ class Decode {
     const auto query = [&](std::int32_t step, std::int32_t tile) __attribute__((always_inline)) {
       return TileView{queries + tile * query_stride + step * kTileBytes, kTileRowBytes};
     };
+    // Divisions, so not in the loop.
+    const std::int32_t softmax_cost = softmax_cost_per_step();
+    [[maybe_unused]] const std::int32_t interleave_pieces = interleave_pieces_per_step();
     const auto background = [&](std::int32_t step) __attribute__((always_inline)) {
       if (step == 0) {
         softmax_.add_ready(row_tiles_to_add_);
         row_tiles_to_add_ = 0;
       }
-      softmax_.run(softmax_cost_per_step());
-      if constexpr (Shape::kInterleavedValues) interleave_.run(interleave_pieces_per_step());
+      softmax_.run(softmax_cost);
+      if constexpr (Shape::kInterleavedValues) interleave_.run(interleave_pieces);
       prefetch_.step();
     };
 
