@@ -75,11 +75,10 @@ __attribute__((target("avx512f"))) double avx512_fma_rate_of_one(double microsec
   do {
     for (int round = 0; round < kFmaRounds; ++round) {
 #pragma GCC unroll 12
-      for (__m512& chain : chains) {
-        chain = _mm512_fmadd_ps(chain, factor, factor);
-        asm volatile("" : "+v"(chain));
-      }
+      for (__m512& chain : chains) chain = _mm512_fmadd_ps(chain, factor, factor);
     }
+    // Once a batch: a use of a chain inside the loop would make the compiler store it there.
+    for (__m512& chain : chains) asm volatile("" : "+v"(chain));
     rounds += kFmaRounds;
     elapsed = now_seconds() - begin;
   } while (elapsed < microseconds * 1e-6);
@@ -96,11 +95,10 @@ __attribute__((target("avx2,fma"))) double avx2_fma_rate_of_one(double microseco
   do {
     for (int round = 0; round < kFmaRounds; ++round) {
 #pragma GCC unroll 12
-      for (__m256& chain : chains) {
-        chain = _mm256_fmadd_ps(chain, factor, factor);
-        asm volatile("" : "+x"(chain));
-      }
+      for (__m256& chain : chains) chain = _mm256_fmadd_ps(chain, factor, factor);
     }
+    // Once a batch: a use of a chain inside the loop would make the compiler store it there.
+    for (__m256& chain : chains) asm volatile("" : "+x"(chain));
     rounds += kFmaRounds;
     elapsed = now_seconds() - begin;
   } while (elapsed < microseconds * 1e-6);
