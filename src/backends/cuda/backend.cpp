@@ -1,0 +1,359 @@
+// Translates problems into kernel parameters, picks the kernel, and launches.
+#include "backends/cuda/backend.hpp"
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <array>
+#include <cmath>
+#include <numeric>
+#include <string>
+
+#include "backends/cuda/kernels.hpp"
+#include "tuning/plan.hpp"
+
+namespace flashmla::cuda {
+namespace {
+
+constexpr std::int32_t kMaxParts = 4096;  // what the combine keeps in shared memory
+constexpr std::int32_t kTileRows = 64;    // query rows of a block of the wide kernel
+constexpr std::int64_t kMaxGridHeads = 65535;
+
+struct KernelRow {
+  std::string_view name;
+  DType dtype;
+  std::int32_t head_dim, head_dim_v;
+  std::int32_t max_query_rows;  // 0: any number
+  DecodeLaunch launch;
+};
+
+constexpr KernelRow kKernels[] = {
+#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows) \
+  {name, dtype, head_dim, head_dim_v, rows, launch_##identifier},
+#include "backends/cuda/kernels.inc"
+#undef FLASHMLA_CUDA_KERNEL
+};
+
+std::string shape_of(const Problem& problem) {
+  return "(" + std::to_string(problem.head_dim) + ", " + std::to_string(problem.head_dim_v) + ") " +
+         dtype_name(problem.dtype);
+}
+
+// Empty: the kernel computes the problem.
+std::string decline_reason(const KernelRow& kernel, const Problem& problem) {
+  if (kernel.dtype != problem.dtype || kernel.head_dim != problem.head_dim ||
+      kernel.head_dim_v != problem.head_dim_v) {
+    return "computes (" + std::to_string(kernel.head_dim) + ", " +
+           std::to_string(kernel.head_dim_v) + ") " + dtype_name(kernel.dtype) +
+           ", the problem is " + shape_of(problem);
+  }
+  if (kernel.max_query_rows != 0 && problem.query_rows() > kernel.max_query_rows) {
+    return "takes up to " + std::to_string(kernel.max_query_rows) +
+           " query rows a key/value head, the problem has " + std::to_string(problem.query_rows());
+  }
+  return {};
+}
+
+const KernelRow* select(const Problem& problem, std::string_view forced, std::string* reasons) {
+  for (const KernelRow& kernel : kKernels) {
+    if (!forced.empty() && kernel.name != forced) continue;
+    const std::string reason = decline_reason(kernel, problem);
+    if (reason.empty()) return &kernel;
+    if (reasons != nullptr) reasons->append(kernel.name).append(": ").append(reason).append("\n");
+  }
+  return nullptr;
+}
+
+// The copy engine reads rows that start at multiples of 16 bytes, at strides of multiples of them.
+constexpr std::int64_t kStrideElements = 8;  // of 2 bytes
+
+std::string misaligned(const char* tensor, const void* data,
+                       std::span<const std::int64_t> strides) {
+  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
+    return std::string(tensor) + " starts at an address that is not a multiple of 16 bytes";
+  }
+  for (const std::int64_t stride : strides) {
+    if (stride % kStrideElements != 0) {
+      return std::string(tensor) + " has a stride of " + std::to_string(stride) +
+             " elements; on CUDA the strides of q and k_cache must be multiples of 8 elements";
+    }
+  }
+  return {};
+}
+
+Status cuda_failure(const char* what, cudaError_t error) {
+  return {StatusCode::kInternal, std::string(what) + ": " + cudaGetErrorString(error)};
+}
+
+// Makes the tensors' device current, and the one before again at the end.
+class DeviceGuard {
+ public:
+  explicit DeviceGuard(std::int32_t device) {
+    error_ = cudaGetDevice(&before_);
+    if (error_ == cudaSuccess && before_ != device) {
+      error_ = cudaSetDevice(device);
+      changed_ = error_ == cudaSuccess;
+    }
+  }
+  ~DeviceGuard() {
+    if (changed_) static_cast<void>(cudaSetDevice(before_));
+  }
+  DeviceGuard(const DeviceGuard&) = delete;
+  DeviceGuard& operator=(const DeviceGuard&) = delete;
+
+  cudaError_t error() const { return error_; }
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+  cudaError_t error_;
+};
+
+using EncodeTiled = decltype(&cuTensorMapEncodeTiled);
+
+Result<EncodeTiled> encode_function() {
+  static const auto found = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result{};
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                               12000, cudaEnableDefault, &result);
+    return error == cudaSuccess && result == cudaDriverEntryPointSuccess
+               ? reinterpret_cast<EncodeTiled>(function)
+               : nullptr;
+  }();
+  if (found == nullptr) {
+    return Status(StatusCode::kInternal,
+                  "the CUDA driver has no cuTensorMapEncodeTiled; CUDA 12 or later is needed");
+  }
+  return found;
+}
+
+// Dimensions (64 elements, d1, slice, d3, d4), strides of d1, d3, d4 in elements; a box is 64
+// elements x box_rows along d1. Bytes land in the 128-byte swizzle.
+Status encode_map(CUtensorMap& map, DType dtype, const void* data, std::int32_t head_dim,
+                  const std::array<std::int64_t, 3>& extents,
+                  const std::array<std::int64_t, 3>& strides, std::int32_t box_rows) {
+  const Result<EncodeTiled> encode = encode_function();
+  if (!encode.ok()) return encode.status();
+  const cuuint64_t dimensions[5] = {
+      64, static_cast<cuuint64_t>(extents[0]), static_cast<cuuint64_t>(head_dim / 64),
+      static_cast<cuuint64_t>(extents[1]), static_cast<cuuint64_t>(extents[2])};
+  // A dimension of extent 1 is never stepped along, whatever stride it was given.
+  const auto bytes = [&](int i) -> cuuint64_t {
+    return extents[i] > 1 ? static_cast<cuuint64_t>(strides[i]) * 2 : 128;
+  };
+  const cuuint64_t byte_strides[4] = {bytes(0), 128, bytes(1), bytes(2)};
+  const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+  const CUresult result =
+      encode.value()(&map,
+                     dtype == DType::kBFloat16 ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                               : CU_TENSOR_MAP_DATA_TYPE_FLOAT16,
+                     5, const_cast<void*>(data), dimensions, byte_strides, box, element_strides,
+                     CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+                     CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result != CUDA_SUCCESS) {
+    return {StatusCode::kInternal,
+            "cuTensorMapEncodeTiled failed with code " + std::to_string(static_cast<int>(result))};
+  }
+  return {};
+}
+
+bool is_aligned(const Problem& problem) {
+  return reinterpret_cast<std::uintptr_t>(problem.out) % 16 == 0 &&
+         problem.out_batch_stride % kStrideElements == 0 &&
+         problem.out_token_stride % kStrideElements == 0 &&
+         problem.out_head_stride % kStrideElements == 0;
+}
+
+std::int64_t partial_rows(const Problem& problem) {
+  return std::int64_t{2} * problem.num_parts * problem.num_heads_k * problem.query_rows();
+}
+
+CallShape call_shape(const Problem& problem, void* workspace) {
+  CallShape shape{};
+  shape.batch = problem.batch;
+  shape.seq_len_q = problem.seq_len_q;
+  shape.num_heads_k = problem.num_heads_k;
+  shape.heads_per_kv_head = problem.heads_per_kv_head();
+  shape.query_rows = problem.query_rows();
+  shape.cache_seqlens = problem.cache_seqlens;
+  shape.cache_seqlens_stride = problem.cache_seqlens_stride;
+  // Nothing is read of a cache without pages.
+  const std::int64_t capacity =
+      problem.num_blocks == 0
+          ? 0
+          : static_cast<std::int64_t>(problem.max_pages_per_row) * problem.page_size;
+  shape.max_length = static_cast<std::int32_t>(std::min<std::int64_t>(capacity, INT32_MAX));
+  shape.plan_rows = problem.plan_rows;
+  shape.plan_row_stride = problem.plan_row_stride;
+  shape.num_parts = problem.num_parts;
+  shape.out = problem.out;
+  shape.out_batch_stride = problem.out_batch_stride;
+  shape.out_token_stride = problem.out_token_stride;
+  shape.out_head_stride = problem.out_head_stride;
+  shape.out_is_aligned = is_aligned(problem);
+  shape.lse = problem.lse;
+  shape.lse_batch_stride = problem.lse_batch_stride;
+  shape.lse_head_stride = problem.lse_head_stride;
+  shape.lse_token_stride = problem.lse_token_stride;
+  shape.partial_out = static_cast<float*>(workspace);
+  shape.partial_lse = shape.partial_out + partial_rows(problem) * problem.head_dim_v;
+  return shape;
+}
+
+Status fill_params(DecodeParams& params, const Problem& problem, void* workspace) {
+  params.shape = call_shape(problem, workspace);
+  params.q_box_rows = std::gcd(problem.heads_per_kv_head(), kTileRows);
+  params.k_box_rows = std::gcd(problem.page_size, kBlockTokens);
+  if (Status status =
+          encode_map(params.q_map, problem.dtype, problem.q, problem.head_dim,
+                     {problem.num_heads_q, problem.seq_len_q, problem.batch},
+                     {problem.q_head_stride, problem.q_token_stride, problem.q_batch_stride},
+                     params.q_box_rows);
+      !status.ok()) {
+    return status;
+  }
+  const bool has_pages = problem.num_blocks > 0;
+  if (Status status = encode_map(
+          params.k_map, problem.dtype, has_pages ? problem.k_cache : problem.q, problem.head_dim,
+          {has_pages ? problem.page_size : 1, problem.num_heads_k,
+           has_pages ? problem.num_blocks : 1},
+          {problem.k_token_stride, problem.k_head_stride, problem.k_block_stride},
+          has_pages ? params.k_box_rows : 1);
+      !status.ok()) {
+    return status;
+  }
+  params.q = problem.q;
+  params.q_batch_stride = problem.q_batch_stride;
+  params.q_token_stride = problem.q_token_stride;
+  params.q_head_stride = problem.q_head_stride;
+  params.block_table = problem.block_table;
+  params.block_table_batch_stride = problem.block_table_batch_stride;
+  params.block_table_page_stride = problem.block_table_page_stride;
+  params.page_size = problem.page_size;
+  params.visible_lens = problem.visible_lens;
+  params.visible_lens_batch_stride = problem.visible_lens_batch_stride;
+  params.visible_lens_token_stride = problem.visible_lens_token_stride;
+  params.causal = problem.causal;
+  params.scale_log2 = static_cast<float>(problem.softmax_scale * 1.4426950408889634);
+  return {};
+}
+
+Result<std::int32_t> attribute(std::int32_t device, cudaDeviceAttr which) {
+  int value = 0;
+  const cudaError_t error = cudaDeviceGetAttribute(&value, which, device);
+  if (error != cudaSuccess) return cuda_failure("cudaDeviceGetAttribute", error);
+  return value;
+}
+
+}  // namespace
+
+Status device_supported(std::int32_t device) {
+  int count = 0;
+  const cudaError_t error = cudaGetDeviceCount(&count);
+  if (error != cudaSuccess || count == 0) {
+    return Status::unsupported(std::string("no CUDA device was found (") +
+                               cudaGetErrorString(error) +
+                               "); a GPU of compute capability 9.0 is needed");
+  }
+  if (device < 0 || device >= count) {
+    return Status::unsupported("device " + std::to_string(device) + " was asked for, there are " +
+                               std::to_string(count));
+  }
+  const Result<std::int32_t> major = attribute(device, cudaDevAttrComputeCapabilityMajor);
+  if (!major.ok()) return major.status();
+  const Result<std::int32_t> minor = attribute(device, cudaDevAttrComputeCapabilityMinor);
+  if (!minor.ok()) return minor.status();
+  if (major.value() != 9 || minor.value() != 0) {
+    return Status::unsupported("device " + std::to_string(device) + " has compute capability " +
+                               std::to_string(major.value()) + "." + std::to_string(minor.value()) +
+                               "; 9.0 is needed");
+  }
+  return {};
+}
+
+Result<std::int32_t> num_parts(std::int32_t device, std::int64_t num_heads_per_head_k,
+                               std::int64_t num_heads_k) {
+  const Result<std::int32_t> multiprocessors = attribute(device, cudaDevAttrMultiProcessorCount);
+  if (!multiprocessors.ok()) return multiprocessors.status();
+  const std::int64_t blocks = num_heads_k * ((num_heads_per_head_k + kTileRows - 1) / kTileRows);
+  return static_cast<std::int32_t>(std::max<std::int64_t>(1, multiprocessors.value() / blocks));
+}
+
+Status supported(const Problem& problem, std::string_view forced) {
+  std::string reasons;
+  if (select(problem, forced, &reasons) == nullptr) {
+    return Status::unsupported(
+        reasons.empty() ? "there is no CUDA kernel of the name " + std::string(forced) : reasons);
+  }
+  if (problem.num_parts > kMaxParts) {
+    return Status::unsupported("tile_scheduler_metadata has " + std::to_string(problem.num_parts) +
+                               " rows; on CUDA at most " + std::to_string(kMaxParts) +
+                               " are accepted");
+  }
+  if (problem.num_heads_k > kMaxGridHeads) {
+    return Status::unsupported("num_heads_k is " + std::to_string(problem.num_heads_k) +
+                               "; on CUDA at most 65535 are accepted");
+  }
+  const std::int64_t q_strides[] = {problem.batch > 1 ? problem.q_batch_stride : 0,
+                                    problem.seq_len_q > 1 ? problem.q_token_stride : 0,
+                                    problem.num_heads_q > 1 ? problem.q_head_stride : 0};
+  if (std::string reason = misaligned("q", problem.q, q_strides); !reason.empty()) {
+    return Status::unsupported(std::move(reason));
+  }
+  const std::int64_t k_strides[] = {problem.num_blocks > 1 ? problem.k_block_stride : 0,
+                                    problem.page_size > 1 ? problem.k_token_stride : 0,
+                                    problem.num_heads_k > 1 ? problem.k_head_stride : 0};
+  if (std::string reason = misaligned("k_cache", problem.k_cache, k_strides); !reason.empty()) {
+    return Status::unsupported(std::move(reason));
+  }
+  return {};
+}
+
+std::string_view selected_kernel(const Problem& problem, std::string_view forced) {
+  const KernelRow* kernel = select(problem, forced, nullptr);
+  return kernel == nullptr ? std::string_view{} : kernel->name;
+}
+
+std::size_t workspace_bytes(const Problem& problem) {
+  // One part walks every row whole.
+  if (problem.num_parts <= 1) return 0;
+  return static_cast<std::size_t>(partial_rows(problem)) * (problem.head_dim_v + 1) * sizeof(float);
+}
+
+Status plan(const PlanProblem& problem, void* stream) {
+  const DeviceGuard guard(problem.device.index);
+  if (guard.error() != cudaSuccess) return cuda_failure("cudaSetDevice", guard.error());
+  const cudaError_t error =
+      launch_plan(problem, tuning::kCudaRowStartUnits, static_cast<cudaStream_t>(stream));
+  return error == cudaSuccess ? Status() : cuda_failure("plan", error);
+}
+
+Status decode(const Problem& problem, std::string_view forced, void* workspace, void* stream) {
+  if (Status status = supported(problem, forced); !status.ok()) return status;
+  if (problem.batch == 0 || problem.num_parts == 0) return {};
+  const DeviceGuard guard(problem.device.index);
+  if (guard.error() != cudaSuccess) return cuda_failure("cudaSetDevice", guard.error());
+  DecodeParams params{};
+  if (Status status = fill_params(params, problem, workspace); !status.ok()) return status;
+  const KernelRow& kernel = *select(problem, forced, nullptr);
+  cudaError_t error = kernel.launch(params, static_cast<cudaStream_t>(stream));
+  if (error != cudaSuccess) return cuda_failure(kernel.name.data(), error);
+  if (problem.num_parts == 1) return {};
+  const Result<std::int32_t> multiprocessors =
+      attribute(problem.device.index, cudaDevAttrMultiProcessorCount);
+  if (!multiprocessors.ok()) return multiprocessors.status();
+  error = launch_combine(params.shape, problem.dtype, problem.head_dim_v, multiprocessors.value(),
+                         static_cast<cudaStream_t>(stream));
+  return error == cudaSuccess ? Status() : cuda_failure("combine", error);
+}
+
+Status merge(const MergeProblem& problem, void* stream) {
+  const DeviceGuard guard(problem.device.index);
+  if (guard.error() != cudaSuccess) return cuda_failure("cudaSetDevice", guard.error());
+  const cudaError_t error = launch_merge(problem, static_cast<cudaStream_t>(stream));
+  return error == cudaSuccess ? Status() : cuda_failure("merge", error);
+}
+
+}  // namespace flashmla::cuda

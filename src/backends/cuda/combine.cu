@@ -1,0 +1,318 @@
+// The merge of rows that several parts walked, and merge_attention_states.
+#include <cstdint>
+
+#include "backends/cuda/common/numeric.cuh"
+#include "backends/cuda/common/walk.cuh"
+#include "backends/cuda/kernels.hpp"
+#include "backends/cuda/ptx/launch.cuh"
+
+namespace flashmla::cuda {
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kWarps = kThreads / 32;
+constexpr int kColumns = 64;       // of an item: two a lane
+constexpr int kLoadsInFlight = 8;  // of a lane
+
+// Shared memory of a combine block, ints. Everything is indexed by slot of the partial results.
+struct CombineShared {
+  std::int32_t* fragment_row;  // (2 * num_parts): the row whose fragment the slot holds, or -1
+  std::int32_t* merged;        // (2 * num_parts): rows to merge, in slot order of their first block
+  std::int32_t* slots;         // (kWarps, num_parts): a warp's list of one row's slots
+};
+
+__device__ CombineShared carve(std::int32_t* memory, std::int32_t num_parts) {
+  return {memory, memory + 2 * num_parts, memory + 4 * num_parts};
+}
+
+// Which slot holds what follows from the plan alone. Returns the number of rows to merge: those of
+// which some part walks the first block and not all.
+__device__ std::int32_t list_fragments(const CallShape& shape, const CombineShared& shared) {
+  __shared__ std::int32_t warp_count[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  std::int32_t listed = 0;
+  for (std::int32_t base = 0; base < 2 * shape.num_parts; base += kThreads) {
+    const std::int32_t slot = base + threadIdx.x;
+    std::int32_t row = -1;
+    bool is_first = false;
+    if (slot < 2 * shape.num_parts) {
+      const Part part = read_part(shape, slot / 2);
+      const bool has_row =
+          slot % 2 == 0 ? part.begin_row <= part.end_row : part.begin_row < part.end_row;
+      if (has_row) {
+        const std::int32_t candidate = slot % 2 == 0 ? part.begin_row : part.end_row;
+        const Share share = share_of_row(part, candidate, row_length(shape, candidate));
+        if (share.is_fragment()) {
+          row = candidate;
+          is_first = share.begin_block == 0;
+        }
+      }
+      shared.fragment_row[slot] = row;
+    }
+    const std::uint32_t first_lanes = __ballot_sync(~0u, is_first);
+    if (lane == 0) warp_count[warp] = __popc(first_lanes);
+    __syncthreads();
+    std::int32_t before = listed;
+    for (int i = 0; i < kWarps; ++i) {
+      if (i < warp) before += warp_count[i];
+      listed += warp_count[i];
+    }
+    if (is_first) shared.merged[before + __popc(first_lanes & ((1u << lane) - 1))] = row;
+    __syncthreads();
+  }
+  return listed;
+}
+
+// Slots of the fragments of a row, in slot order, into this warp's list.
+__device__ std::int32_t list_slots(const CallShape& shape, const CombineShared& shared,
+                                   std::int32_t row, std::int32_t* list) {
+  const int lane = threadIdx.x % 32;
+  std::int32_t count = 0;
+  for (std::int32_t base = 0; base < 2 * shape.num_parts; base += 32) {
+    const std::int32_t slot = base + lane;
+    const bool match = slot < 2 * shape.num_parts && shared.fragment_row[slot] == row;
+    const std::uint32_t lanes = __ballot_sync(~0u, match);
+    if (match) list[count + __popc(lanes & ((1u << lane) - 1))] = slot;
+    count += __popc(lanes);
+  }
+  __syncwarp();
+  return count;
+}
+
+template <class Element>
+__device__ void store_pair(const CallShape& shape, Element* destination, float low, float high) {
+  const std::uint32_t pair = pack<Element>(low, high);
+  if (shape.out_is_aligned) {
+    *reinterpret_cast<std::uint32_t*>(destination) = pair;
+  } else {
+    std::uint16_t* halves = reinterpret_cast<std::uint16_t*>(destination);
+    halves[0] = static_cast<std::uint16_t>(pair);
+    halves[1] = static_cast<std::uint16_t>(pair >> 16);
+  }
+}
+
+// kColumns columns of one query row of one merged row an item; kTeamWarps warps divide its parts.
+template <class Element, int kTeamWarps>
+__device__ void merge_items(const CallShape& shape, std::int32_t head_dim_v,
+                            const CombineShared& shared, std::int32_t num_merged) {
+  __shared__ float2 team_sums[kTeamWarps > 1 ? kWarps : 1][32];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, member = warp % kTeamWarps;
+  constexpr int kTeams = kWarps / kTeamWarps;
+  const std::int32_t chunks = head_dim_v / kColumns;
+  const std::int64_t items =
+      static_cast<std::int64_t>(num_merged) * shape.num_heads_k * shape.query_rows * chunks;
+  std::int32_t* list = shared.slots + warp * shape.num_parts;
+  std::int32_t listed_row = -1, count = 0;
+  for (std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kTeams + warp / kTeamWarps;
+       item < items; item += static_cast<std::int64_t>(gridDim.x) * kTeams) {
+    const std::int32_t chunk = item % chunks;
+    std::int64_t rest = item / chunks;
+    const std::int32_t query_row = rest % shape.query_rows;
+    rest /= shape.query_rows;
+    const std::int32_t kv_head = rest % shape.num_heads_k;
+    const std::int32_t row = shared.merged[rest / shape.num_heads_k];
+    if (row != listed_row) {
+      __syncwarp();
+      count = list_slots(shape, shared, row, list);
+      listed_row = row;
+    }
+
+    const auto lse_of = [&](std::int32_t i) {
+      const float lse = shape.partial_lse[partial_index(shape, list[i], kv_head, query_row)];
+      return isinf(lse) ? -kInfinity : lse;
+    };
+    float largest = -kInfinity;
+    for (std::int32_t i = lane; i < count; i += 32) largest = fmaxf(largest, lse_of(i));
+    for (int lanes = 1; lanes < 32; lanes *= 2) {
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+    }
+    const bool is_empty = largest == -kInfinity;
+    float sum = 0.0f;
+    float2 total{0.0f, 0.0f};
+    // Lane l weighs part base + l; the parts of this warp are every kTeamWarps-th.
+    for (std::int32_t base = 0; base < count && !is_empty; base += 32) {
+      const float weight = base + lane < count ? expf(lse_of(base + lane) - largest) : 0.0f;
+      sum += weight;
+      const int here = min(count - base, 32);
+      for (int i = member; i < here; i += kTeamWarps * kLoadsInFlight) {
+        float2 values[kLoadsInFlight];
+#pragma unroll
+        for (int j = 0; j < kLoadsInFlight; ++j) {
+          const int index = i + j * kTeamWarps;
+          values[j] = float2{0.0f, 0.0f};
+          if (index < here) {
+            values[j] = *reinterpret_cast<const float2*>(
+                shape.partial_out +
+                partial_index(shape, list[base + index], kv_head, query_row) * head_dim_v +
+                chunk * kColumns + lane * 2);
+          }
+        }
+#pragma unroll
+        for (int j = 0; j < kLoadsInFlight; ++j) {
+          const float part_weight = __shfl_sync(~0u, weight, (i + j * kTeamWarps) % 32);
+          total.x = fmaf(part_weight, values[j].x, total.x);
+          total.y = fmaf(part_weight, values[j].y, total.y);
+        }
+      }
+    }
+    for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    if constexpr (kTeamWarps > 1) {
+      team_sums[warp][lane] = total;
+      __syncthreads();
+      if (member == 0) {
+        for (int i = 1; i < kTeamWarps; ++i) {
+          total.x += team_sums[warp + i][lane].x;
+          total.y += team_sums[warp + i][lane].y;
+        }
+      }
+      __syncthreads();
+      if (member != 0) continue;
+    }
+    const QueryRow query = query_row_at(shape, kv_head, query_row);
+    const float scale = inverse_sum(sum);
+    store_pair(shape,
+               static_cast<Element*>(shape.out) + out_offset(shape, row, query) + chunk * kColumns +
+                   lane * 2,
+               total.x * scale, total.y * scale);
+    if (chunk == 0 && lane == 0) {
+      *lse_at(shape, row, query) = is_empty ? kInfinity : largest + logf(sum);
+    }
+  }
+}
+
+template <class Element>
+__global__ void __launch_bounds__(kThreads)
+    combine_kernel(const __grid_constant__ CallShape shape, std::int32_t head_dim_v) {
+  extern __shared__ std::int32_t memory[];
+  const CombineShared shared = carve(memory, shape.num_parts);
+  // The plan was written before the attention grid began, so this need not wait for its end.
+  const std::int32_t num_merged = list_fragments(shape, shared);
+  ptx::wait_for_previous_grid();
+  ptx::allow_next_grid();
+  if (num_merged == 0) return;
+  const std::int64_t items = static_cast<std::int64_t>(num_merged) * shape.num_heads_k *
+                             shape.query_rows * (head_dim_v / kColumns);
+  // Few items: a block each, so that many parts are read at once. Many: a warp each.
+  if (items < static_cast<std::int64_t>(gridDim.x) * kWarps) {
+    merge_items<Element, kWarps>(shape, head_dim_v, shared, num_merged);
+  } else {
+    merge_items<Element, 1>(shape, head_dim_v, shared, num_merged);
+  }
+}
+
+// --- merge_attention_states ----------------------------------------------------------------------
+
+__device__ float to_float(float value) {
+  return value;
+}
+__device__ float to_float(__half value) {
+  return __half2float(value);
+}
+__device__ float to_float(__nv_bfloat16 value) {
+  return __bfloat162float(value);
+}
+template <class Element>
+__device__ Element from_float(float value) {
+  return static_cast<Element>(value);
+}
+
+// One warp a query and head; every tensor with free strides.
+template <class Element>
+__global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__ MergeProblem p) {
+  const int lane = threadIdx.x % 32;
+  const std::int64_t index = static_cast<std::int64_t>(blockIdx.x) * kWarps + threadIdx.x / 32;
+  if (index >= static_cast<std::int64_t>(p.batch) * p.seq_len_q * p.num_heads_q) return;
+  const std::int64_t head = index % p.num_heads_q;
+  const std::int64_t token = index / p.num_heads_q % p.seq_len_q;
+  const std::int64_t row = index / p.num_heads_q / p.seq_len_q;
+  const float* lses =
+      p.lses + row * p.lses_strides[1] + head * p.lses_strides[2] + token * p.lses_strides[3];
+  const Element* outs = static_cast<const Element*>(p.outs) + row * p.outs_strides[1] +
+                        token * p.outs_strides[2] + head * p.outs_strides[3];
+  float largest = -kInfinity;
+  for (std::int32_t i = 0; i < p.num_parts; ++i) {
+    const float lse = lses[i * p.lses_strides[0]];
+    // Written so that a NaN is kept: what it came from must show in the result.
+    if (!isinf(lse) && !(lse <= largest)) largest = lse;
+  }
+  float sum = 0.0f;
+  for (std::int32_t i = 0; i < p.num_parts; ++i) {
+    const float lse = lses[i * p.lses_strides[0]];
+    if (!isinf(lse)) sum += expf(lse - largest);
+  }
+  Element* out = static_cast<Element*>(p.out) + row * p.out_strides[0] + token * p.out_strides[1] +
+                 head * p.out_strides[2];
+  for (std::int32_t column = lane; column < p.head_dim_v; column += 32) {
+    // -0 is the identity of addition: 0 would turn a lone part's -0 into 0.
+    float total = sum == 0.0f ? 0.0f : -0.0f;
+    for (std::int32_t i = 0; i < p.num_parts; ++i) {
+      const float lse = lses[i * p.lses_strides[0]];
+      if (isinf(lse)) continue;
+      total += expf(lse - largest) / sum * to_float(outs[i * p.outs_strides[0] + column]);
+    }
+    out[column] = from_float<Element>(total);
+  }
+  if (lane == 0) {
+    p.lse[row * p.lse_strides[0] + head * p.lse_strides[1] + token * p.lse_strides[2]] =
+        sum == 0.0f ? kInfinity : largest + logf(sum);
+  }
+}
+
+}  // namespace
+
+namespace {
+
+template <class Element>
+cudaError_t launch_combine(const CallShape& shape, std::int32_t head_dim_v,
+                           std::int32_t num_multiprocessors, cudaStream_t stream) {
+  const std::size_t shared_bytes =
+      static_cast<std::size_t>(shape.num_parts) * (4 + kWarps) * sizeof(std::int32_t);
+  constexpr std::size_t kBytesWithoutAsking = 48 * 1024 - 4096;
+  if (shared_bytes > kBytesWithoutAsking) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(combine_kernel<Element>, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(shared_bytes));
+    if (error != cudaSuccess) return error;
+  }
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(2 * num_multiprocessors);
+  config.blockDim = dim3(kThreads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, combine_kernel<Element>, shape, head_dim_v);
+}
+
+}  // namespace
+
+cudaError_t launch_combine(const CallShape& shape, DType dtype, std::int32_t head_dim_v,
+                           std::int32_t num_multiprocessors, cudaStream_t stream) {
+  return dtype == DType::kBFloat16
+             ? launch_combine<__nv_bfloat16>(shape, head_dim_v, num_multiprocessors, stream)
+             : launch_combine<__half>(shape, head_dim_v, num_multiprocessors, stream);
+}
+
+cudaError_t launch_merge(const MergeProblem& problem, cudaStream_t stream) {
+  const std::int64_t warps =
+      static_cast<std::int64_t>(problem.batch) * problem.seq_len_q * problem.num_heads_q;
+  if (warps == 0) return cudaSuccess;
+  const unsigned blocks = static_cast<unsigned>((warps + kWarps - 1) / kWarps);
+  switch (problem.dtype) {
+    case DType::kBFloat16:
+      merge_kernel<__nv_bfloat16><<<blocks, kThreads, 0, stream>>>(problem);
+      break;
+    case DType::kFloat16:
+      merge_kernel<__half><<<blocks, kThreads, 0, stream>>>(problem);
+      break;
+    default:
+      merge_kernel<float><<<blocks, kThreads, 0, stream>>>(problem);
+      break;
+  }
+  return cudaPeekAtLastError();
+}
+
+}  // namespace flashmla::cuda

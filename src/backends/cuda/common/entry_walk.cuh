@@ -1,0 +1,84 @@
+// A part's walk as the sequence of things that an attention kernel loads.
+#pragma once
+
+#include <cstdint>
+
+#include "backends/cuda/common/walk.cuh"
+
+namespace flashmla::cuda {
+
+// A step of a part's walk.
+struct Entry {
+  enum Kind : std::int32_t { kTile, kQuery, kEmptyRow, kEnd };
+  Kind kind;
+  std::int32_t row;
+  std::int32_t block;   // tile: of the row
+  std::int32_t detail;  // tile: kFirst | kLast of its share; query: slot of the partials, -1: whole
+
+  static constexpr std::int32_t kFirst = 1;
+  static constexpr std::int32_t kLast = 2;
+};
+
+// Where a part's walk stands.
+struct EntryWalk {
+  std::int32_t row, length, next_length;
+  std::int32_t begin_block;  // at which the row begins
+  std::int32_t end_row, last_end_block;
+  std::int32_t block, end_block;  // the row's tiles still to come; none: equal
+  std::int32_t slot;              // of the next fragment's partials
+  std::int32_t flags;             // kFirst before the first tile of a row
+};
+
+// Lists, in order: for each row that the part walks, its queries, then its tiles; an entry without
+// data for an empty row; the end, again and again.
+__device__ __forceinline__ void begin_walk(EntryWalk& walk, const CallShape& shape,
+                                           std::int32_t part_index) {
+  const Part part = read_part(shape, part_index);
+  walk.row = part.begin_row;
+  walk.begin_block = max(part.begin_block, 0);
+  walk.end_row = part.end_row;
+  walk.last_end_block = part.end_block;
+  walk.length = part.begin_row <= part.end_row ? row_length(shape, part.begin_row) : 0;
+  walk.next_length = part.begin_row < part.end_row ? row_length(shape, part.begin_row + 1) : 0;
+  walk.block = walk.end_block = 0;
+  walk.slot = 2 * part_index;
+}
+
+// The length of the row after next is asked for here, a row before it is needed.
+__device__ __forceinline__ void step_row(EntryWalk& walk, const CallShape& shape) {
+  const std::int32_t row = ++walk.row;
+  walk.begin_block = 0;
+  walk.slot |= 1;
+  walk.length = walk.next_length;
+  if (row < walk.end_row) walk.next_length = row_length(shape, row + 1);
+}
+
+__device__ __forceinline__ Entry next_entry(EntryWalk& walk, const CallShape& shape) {
+  const std::int32_t block = walk.block;
+  if (block < walk.end_block) {
+    Entry entry{Entry::kTile, walk.row, block, walk.flags};
+    walk.flags = 0;
+    walk.block = block + 1;
+    if (block + 1 == walk.end_block) {
+      entry.detail |= Entry::kLast;
+      step_row(walk, shape);
+    }
+    return entry;
+  }
+  while (walk.row <= walk.end_row) {
+    const std::int32_t row = walk.row;
+    const Part part{row, walk.begin_block, walk.end_row, walk.last_end_block};
+    const Share share = share_of_row(part, row, walk.length);
+    if (share.begin_block < share.end_block) {
+      walk.block = share.begin_block;
+      walk.end_block = share.end_block;
+      walk.flags = Entry::kFirst;
+      return {Entry::kQuery, row, 0, share.is_whole() ? -1 : walk.slot};
+    }
+    step_row(walk, shape);
+    if (share.is_whole()) return {Entry::kEmptyRow, row, 0, 0};
+  }
+  return {Entry::kEnd, 0, 0, 0};
+}
+
+}  // namespace flashmla::cuda

@@ -1,0 +1,62 @@
+// Conversions and the constants of the online softmax, which runs in base 2.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+namespace flashmla::cuda {
+
+inline constexpr float kLn2 = 0.693147180559945309f;
+inline constexpr float kInfinity = __builtin_huge_valf();
+
+// The reference of a query that has seen no token yet: below every score, and finite, so that
+// differences with it are numbers.
+inline constexpr float kNoReference = -1.0e30f;
+
+// A thread's share of a row sum of one tile at which the reference has been outgrown. Up to here P
+// and its sums are far from overflow (fp16: 65504); above, rounding of a dominating P that is not 1
+// starts to show. Standard-normal scores stay below.
+inline constexpr float kOutgrown = 64.0f;
+
+__device__ __forceinline__ std::uint32_t pack(float low, float high, __nv_bfloat16) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return reinterpret_cast<const std::uint32_t&>(pair);
+}
+__device__ __forceinline__ std::uint32_t pack(float low, float high, __half) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return reinterpret_cast<const std::uint32_t&>(pair);
+}
+// Two elements in one register, the first in the low half.
+template <class Element>
+__device__ __forceinline__ std::uint32_t pack(float low, float high) {
+  return pack(low, high, Element{});
+}
+
+// Natural logarithm of sum * 2^reference; +inf where no token was seen.
+__device__ __forceinline__ float natural_lse(float reference, float sum) {
+  return sum == 0.0f ? kInfinity : fmaf(reference, kLn2, logf(sum));
+}
+
+// What normalises an accumulator; 0 where no token was seen.
+__device__ __forceinline__ float inverse_sum(float sum) {
+  return sum == 0.0f ? 0.0f : 1.0f / sum;
+}
+
+// Stores 16 bytes of 2-byte elements; `aligned` says that 16-byte stores are possible.
+__device__ __forceinline__ void store_row_chunk(void* destination, uint4 value, bool aligned) {
+  if (aligned) {
+    *static_cast<uint4*>(destination) = value;
+    return;
+  }
+  std::uint16_t* elements = static_cast<std::uint16_t*>(destination);
+  const std::uint32_t words[4] = {value.x, value.y, value.z, value.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    elements[2 * i] = static_cast<std::uint16_t>(words[i]);
+    elements[2 * i + 1] = static_cast<std::uint16_t>(words[i] >> 16);
+  }
+}
+
+}  // namespace flashmla::cuda

@@ -1,0 +1,65 @@
+// The device planner's search for one cut of the plan, which also runs on the host, for its tests.
+#pragma once
+
+#include <cstdint>
+
+#include "schedule/planner.hpp"
+
+namespace flashmla::cuda {
+
+// A place between two blocks, as in the host planner.
+struct PlanCut {
+  std::int32_t row;
+  std::int32_t block;
+  std::int32_t split;          // parts that walk blocks of `row` before this cut
+  std::int32_t blocks_before;  // blocks of row - 1, which a part that ends here at block 0 walks
+};
+
+// Cut number `part` (at part * payload). The rows come in groups of rows_per_group; group_offset
+// (num_groups + 1) holds the exclusive prefix sums of their costs, so that a search among the
+// groups and a walk through one of them find the row. length_of(row) for row in [0, batch).
+template <class LengthOf>
+FLASHMLA_HD PlanCut find_cut(std::int64_t part, std::int64_t payload, std::int32_t batch,
+                             const std::int64_t* group_offset, std::int32_t num_groups,
+                             std::int32_t rows_per_group, std::int32_t row_start_units,
+                             const LengthOf& length_of) {
+  if (part == 0) return {0, 0, 0, 0};
+  const std::int64_t at = part * payload;
+  if (at > group_offset[num_groups]) {
+    return {batch, 0, 0, batch > 0 ? schedule::blocks_of_length(length_of(batch - 1)) : 0};
+  }
+  // The last group whose offset is less than `at`: it holds the row with offset < at <= row's end.
+  std::int32_t low = 0, high = num_groups;
+  while (high - low > 1) {
+    const std::int32_t middle = (low + high) / 2;
+    (group_offset[middle] < at ? low : high) = middle;
+  }
+  std::int64_t offset = group_offset[low];
+  std::int32_t row = low * rows_per_group;
+  std::int32_t length = length_of(row);
+  while (offset + schedule::row_cost(length, row_start_units) < at) {
+    offset += schedule::row_cost(length, row_start_units);
+    length = length_of(++row);
+  }
+  const std::int32_t blocks = schedule::blocks_of_length(length);
+  const std::int32_t block = schedule::block_of_cut(at - offset, row_start_units);
+  if (block >= blocks) return {row + 1, 0, 0, blocks};
+  if (block > 0) {
+    return {row, block, schedule::split_of_part(part, offset, payload, row_start_units), 0};
+  }
+  return {row, 0, 0, row > 0 ? schedule::blocks_of_length(length_of(row - 1)) : 0};
+}
+
+// The row of the plan between two cuts, into fields[kPlanRowFields].
+FLASHMLA_HD inline void write_plan_row(std::int32_t* fields, const PlanCut& begin,
+                                       const PlanCut& end) {
+  const bool is_empty = begin.row == end.row && begin.block == end.block;
+  fields[0] = is_empty ? -1 : begin.row;
+  fields[1] = is_empty ? 0 : begin.block;
+  fields[2] = is_empty ? 0 : end.block > 0 ? end.row : end.row - 1;
+  fields[3] = is_empty ? 0 : end.block > 0 ? end.block : end.blocks_before;
+  fields[4] = is_empty ? 0 : begin.split;
+  fields[5] = fields[6] = fields[7] = 0;
+}
+
+}  // namespace flashmla::cuda

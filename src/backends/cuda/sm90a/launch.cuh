@@ -1,0 +1,49 @@
+// Launches one instantiation of a kernel of this folder.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <atomic>
+#include <cstdint>
+
+#include "backends/cuda/common/params.cuh"
+
+namespace flashmla::cuda::sm90a {
+
+// Raises the kernel's limit of shared memory, once a device.
+template <auto kKernel>
+cudaError_t allow_shared_memory(int bytes) {
+  static std::atomic<std::uint64_t> done{0};
+  int device = 0;
+  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
+  const std::uint64_t bit = std::uint64_t{1} << (device % 64);
+  if (device < 64 && (done.load(std::memory_order_acquire) & bit) != 0) return cudaSuccess;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error == cudaSuccess) done.fetch_or(bit, std::memory_order_release);
+  return error;
+}
+
+// A block for each (tile of tile_rows query rows, key/value head, part). It may begin while the
+// kernel before it ends: it waits for that one before it reads anything.
+template <auto kKernel>
+cudaError_t launch(const DecodeParams& params, int tile_rows, int threads, int shared_bytes,
+                   cudaStream_t stream) {
+  if (const cudaError_t error = allow_shared_memory<kKernel>(shared_bytes); error != cudaSuccess) {
+    return error;
+  }
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3((params.shape.query_rows + tile_rows - 1) / tile_rows,
+                        params.shape.num_heads_k, params.shape.num_parts);
+  config.blockDim = dim3(threads);
+  config.dynamicSmemBytes = shared_bytes;
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kKernel, params);
+}
+
+}  // namespace flashmla::cuda::sm90a

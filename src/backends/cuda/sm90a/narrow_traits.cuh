@@ -1,0 +1,52 @@
+// The narrow kernel: few query rows of one key/value head, which are the columns of every product;
+// cached tokens, and then value columns, are its rows. DESIGN.md says why.
+#pragma once
+
+#include <cstdint>
+
+#include "backends/cuda/mma/descriptor.cuh"
+
+namespace flashmla::cuda::sm90a {
+
+template <class ElementType, int kHeadDimension, int kMaxQueryRows>
+struct NarrowTraits {
+  using Element = ElementType;
+  static constexpr int kHeadDim = kHeadDimension;
+  static constexpr int kHeadDimV = 512;
+  static constexpr int kQueryRows = kMaxQueryRows;  // 16 or 32; missing ones are zeros
+
+  static constexpr int kTileTokens = 64;  // a block of the plan
+  static constexpr int kSlices = kHeadDim / mma::kSliceElements;
+  static constexpr int kValueSlices = kHeadDimV / mma::kSliceElements;
+  static constexpr int kSliceBytes = kTileTokens * mma::kRowBytes;
+  static constexpr int kQuerySliceBytes = kQueryRows * mma::kRowBytes;
+
+  static constexpr int kComputeThreads = 128;
+  static constexpr int kComputeWarps = 4;
+  static constexpr int kThreads = kComputeThreads + 32;
+
+  // As many as fit: every one is 8 KB in flight.
+  static constexpr int kSlots = kQueryRows == 16 ? 25 : 23;
+
+  enum NamedBarrier { kComputeWarpgroup = 1 };  // 0 is __syncthreads
+
+  static_assert(kHeadDim == 576 || kHeadDim == 512);
+  static_assert(kQueryRows == 16 || kQueryRows == 32);
+};
+
+template <class Traits>
+struct NarrowShared {  // at a multiple of 1024 bytes
+  std::uint8_t slots[Traits::kSlots][Traits::kSliceBytes];
+  // Slices of kQueryRows rows; when a row ends, its output (kQueryRows, kHeadDimV).
+  std::uint8_t query[Traits::kSlices][Traits::kQuerySliceBytes];
+  std::uint8_t probabilities[Traits::kQuerySliceBytes];  // one slice (kQueryRows, 64 tokens)
+  float reduction[Traits::kComputeWarps][Traits::kQueryRows];
+  std::uint64_t full[Traits::kSlots];
+  std::uint64_t empty[Traits::kSlots];
+};
+
+static_assert(sizeof(NarrowShared<NarrowTraits<std::uint16_t, 576, 16>>) <= 232448 &&
+                  sizeof(NarrowShared<NarrowTraits<std::uint16_t, 576, 32>>) <= 232448,
+              "a block of sm_90 can have 227 KB");
+
+}  // namespace flashmla::cuda::sm90a

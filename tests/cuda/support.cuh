@@ -1,0 +1,462 @@
+// What the GPU tests and benchmarks share: device memory, random paged problems with poison in
+// everything that must not be read, plans, and a float64 reference.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cmath>
+#include <cstdint>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "backends/cuda/backend.hpp"
+#include "problem/problem.hpp"
+#include "schedule/planner.hpp"
+
+namespace flashmla::cuda_test {
+
+#define FLASHMLA_CUDA_REQUIRE(call)                                               \
+  do {                                                                            \
+    const cudaError_t error_ = (call);                                            \
+    if (error_ != cudaSuccess) {                                                  \
+      std::printf("%s:%d: %s\n", __FILE__, __LINE__, cudaGetErrorString(error_)); \
+      std::exit(2);                                                               \
+    }                                                                             \
+  } while (false)
+
+inline void require(const Status& status) {
+  if (!status.ok()) {
+    std::printf("%s\n", status.message().c_str());
+    std::exit(2);
+  }
+}
+
+// Device memory of `size` elements, owned.
+template <class T>
+class DeviceArray {
+ public:
+  explicit DeviceArray(std::size_t size = 0) : size_(size) {
+    if (size > 0) FLASHMLA_CUDA_REQUIRE(cudaMalloc(&data_, size * sizeof(T)));
+  }
+  explicit DeviceArray(const std::vector<T>& host) : DeviceArray(host.size()) { upload(host); }
+  DeviceArray(DeviceArray&& other) noexcept : data_(other.data_), size_(other.size_) {
+    other.data_ = nullptr;
+    other.size_ = 0;
+  }
+  DeviceArray& operator=(DeviceArray&& other) noexcept {
+    std::swap(data_, other.data_);
+    std::swap(size_, other.size_);
+    return *this;
+  }
+  ~DeviceArray() { cudaFree(data_); }
+
+  T* data() const { return data_; }
+  std::size_t size() const { return size_; }
+  void upload(const std::vector<T>& host) {
+    FLASHMLA_CUDA_REQUIRE(
+        cudaMemcpy(data_, host.data(), host.size() * sizeof(T), cudaMemcpyHostToDevice));
+  }
+  std::vector<T> download() const {
+    std::vector<T> host(size_);
+    FLASHMLA_CUDA_REQUIRE(
+        cudaMemcpy(host.data(), data_, size_ * sizeof(T), cudaMemcpyDeviceToHost));
+    return host;
+  }
+  void fill(int byte) const {
+    if (size_ > 0) FLASHMLA_CUDA_REQUIRE(cudaMemset(data_, byte, size_ * sizeof(T)));
+  }
+
+ private:
+  T* data_ = nullptr;
+  std::size_t size_ = 0;
+};
+
+__device__ inline std::uint32_t mix(std::uint64_t x) {
+  x ^= x >> 33;
+  x *= 0xff51afd7ed558ccdull;
+  x ^= x >> 33;
+  x *= 0xc4ceb9fe1a85ec53ull;
+  x ^= x >> 33;
+  return static_cast<std::uint32_t>(x);
+}
+
+__device__ inline float standard_normal(std::uint64_t seed, std::uint64_t index) {
+  const float u = (mix(seed * 0x9e3779b97f4a7c15ull + 2 * index) + 1.0f) * 2.3283064e-10f;
+  const float v = mix(seed * 0x9e3779b97f4a7c15ull + 2 * index + 1) * 2.3283064e-10f;
+  return sqrtf(-2.0f * logf(fminf(u, 1.0f))) * cospif(2.0f * v);
+}
+
+template <class Element>
+__global__ void fill_normal(Element* data, std::size_t size, std::uint64_t seed, float scale) {
+  for (std::size_t i = blockIdx.x * std::size_t{blockDim.x} + threadIdx.x; i < size;
+       i += std::size_t{gridDim.x} * blockDim.x) {
+    data[i] = static_cast<Element>(scale * standard_normal(seed, i));
+  }
+}
+
+// Tokens of the cache that some row uses; the rest keeps its poison.
+template <class Element>
+__global__ void fill_used_tokens(Problem p, std::uint64_t seed, float scale) {
+  const std::int32_t row = blockIdx.y;
+  Element* cache = static_cast<Element*>(const_cast<void*>(p.k_cache));
+  const std::int32_t length = p.cache_seqlens[row * p.cache_seqlens_stride];
+  for (std::int32_t token = blockIdx.x; token < length; token += gridDim.x) {
+    const std::int64_t page = p.block_table[row * p.block_table_batch_stride +
+                                            token / p.page_size * p.block_table_page_stride];
+    for (int i = threadIdx.x; i < p.num_heads_k * p.head_dim; i += blockDim.x) {
+      const std::int64_t place = page * p.k_block_stride + token % p.page_size * p.k_token_stride +
+                                 i / p.head_dim * p.k_head_stride + i % p.head_dim;
+      cache[place] = static_cast<Element>(scale * standard_normal(seed, place));
+    }
+  }
+}
+
+// Float64 attention of one (head, token, row) a block; scores (blocks, max_length) is scratch.
+template <class Element>
+__global__ void reference_kernel(Problem p, double* scores, std::int32_t max_length, double* out,
+                                 double* lse) {
+  const std::int32_t head = blockIdx.x, token = blockIdx.y, row = blockIdx.z;
+  const std::int64_t block =
+      (static_cast<std::int64_t>(row) * p.seq_len_q + token) * p.num_heads_q + head;
+  const std::int32_t kv_head = head / (p.num_heads_q / p.num_heads_k);
+  const std::int32_t length = p.cache_seqlens[row * p.cache_seqlens_stride];
+  std::int32_t visible = length;
+  if (p.visible_lens != nullptr) {
+    visible =
+        p.visible_lens[row * p.visible_lens_batch_stride + token * p.visible_lens_token_stride];
+  } else if (p.causal) {
+    visible = max(0, length - p.seq_len_q + token + 1);
+  }
+  const Element* q = static_cast<const Element*>(p.q) + row * p.q_batch_stride +
+                     token * p.q_token_stride + head * p.q_head_stride;
+  const auto key = [&](std::int32_t j) {
+    return static_cast<const Element*>(p.k_cache) +
+           static_cast<std::int64_t>(p.block_table[row * p.block_table_batch_stride +
+                                                   j / p.page_size * p.block_table_page_stride]) *
+               p.k_block_stride +
+           j % p.page_size * p.k_token_stride + kv_head * p.k_head_stride;
+  };
+  double* mine = scores + block * max_length;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+  for (std::int32_t j = warp; j < visible; j += warps) {
+    double sum = 0.0;
+    for (int i = lane; i < p.head_dim; i += 32) {
+      sum += static_cast<double>(static_cast<float>(q[i])) *
+             static_cast<double>(static_cast<float>(key(j)[i]));
+    }
+    for (int lanes = 16; lanes > 0; lanes /= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+    if (lane == 0) mine[j] = sum * static_cast<double>(p.softmax_scale);
+  }
+  __syncthreads();
+  double largest = -INFINITY, total = 0.0;
+  for (std::int32_t j = 0; j < visible; ++j) largest = fmax(largest, mine[j]);
+  for (std::int32_t j = 0; j < visible; ++j) total += exp(mine[j] - largest);
+  for (int c = threadIdx.x; c < p.head_dim_v; c += blockDim.x) {
+    double sum = 0.0;
+    for (std::int32_t j = 0; j < visible; ++j) {
+      sum += exp(mine[j] - largest) * static_cast<double>(static_cast<float>(key(j)[c]));
+    }
+    out[block * p.head_dim_v + c] = visible > 0 ? sum / total : 0.0;
+  }
+  if (threadIdx.x == 0) {
+    lse[(static_cast<std::int64_t>(row) * p.num_heads_q + head) * p.seq_len_q + token] =
+        visible > 0 ? largest + log(total) : INFINITY;
+  }
+}
+
+// Leaves NaN in every multiprocessor's shared memory.
+__global__ void poison_shared_memory() {
+  extern __shared__ std::uint32_t words[];
+  for (int i = threadIdx.x; i < 200 * 256; i += blockDim.x) words[i] = 0xffffffffu;
+  __syncthreads();
+  if (words[threadIdx.x] == 0) __trap();
+}
+
+struct Case {
+  std::string name;
+  DType dtype = DType::kBFloat16;
+  std::int32_t head_dim = 576;
+  std::vector<std::int32_t> lengths;
+  std::int32_t seq_len_q = 1, num_heads_q = 128, num_heads_k = 1, page_size = 64;
+  bool causal = false;
+  bool visible_lens = false;   // random ones
+  bool strided = false;        // padding between tokens, heads and rows
+  float q_scale = 1.0f;        // standard deviation of q: larger is peakier
+  float softmax_scale = 0.0f;  // 0: head_dim ** -0.5
+  std::int32_t num_parts = 0;  // 0: as many as suit the device
+  std::string plan = "own";    // own | one | random | reversed | padded
+  std::string kernel;
+};
+
+// A problem in device memory, with everything that it owns.
+struct Instance {
+  Case spec;
+  Problem problem;
+  DeviceArray<std::uint16_t> q, cache, out;
+  DeviceArray<float> lse;
+  DeviceArray<std::int32_t> table, lengths, visible, plan_rows, num_splits;
+  DeviceArray<std::uint8_t> workspace;
+
+  // Rows of the plan that a test wrote by hand; the library's own for "own".
+  void make_plan(std::mt19937& random);
+  void launch(cudaStream_t stream = nullptr) {
+    require(cuda::decode(problem, spec.kernel, workspace.data(), stream));
+  }
+};
+
+inline void Instance::make_plan(std::mt19937& random) {
+  const std::int32_t batch = problem.batch;
+  if (spec.plan == "own") {
+    PlanProblem plan{};
+    plan.batch = batch;
+    plan.cache_seqlens = problem.cache_seqlens;
+    plan.cache_seqlens_stride = problem.cache_seqlens_stride;
+    plan.plan_rows = plan_rows.data();
+    plan.num_parts = problem.num_parts;
+    plan.num_splits = num_splits.data();
+    require(cuda::plan(plan, nullptr));
+    return;
+  }
+  std::vector<std::int32_t> rows(static_cast<std::size_t>(problem.num_parts) * kPlanRowFields, 0);
+  if (spec.plan == "one") {
+    rows[2] = batch + 3;  // past the end
+    rows[3] = 7;
+  } else if (spec.plan == "padded") {
+    // Made for one row fewer: the last row is walked by nobody.
+    rows[2] = batch - 2;
+    rows[3] = 1 << 20;
+    for (std::int32_t part = 1; part < problem.num_parts; ++part) {
+      rows[part * kPlanRowFields] = part % 2 == 0 ? -1 : batch;
+    }
+  } else {
+    // Random cuts between blocks.
+    struct Place {
+      std::int32_t row, block;
+    };
+    std::vector<Place> blocks;
+    for (std::int32_t row = 0; row < batch; ++row) {
+      const std::int32_t count = schedule::blocks_of_length(spec.lengths[row]);
+      for (std::int32_t b = 0; b < std::max(count, 1); ++b) blocks.push_back({row, b});
+    }
+    std::vector<std::size_t> cuts{0, blocks.size()};
+    for (std::int32_t part = 1; part < problem.num_parts; ++part) {
+      cuts.push_back(random() % (blocks.size() + 1));
+    }
+    std::sort(cuts.begin(), cuts.end());
+    for (std::int32_t part = 0; part < problem.num_parts; ++part) {
+      const std::int32_t place = spec.plan == "reversed" ? problem.num_parts - 1 - part : part;
+      std::int32_t* fields = rows.data() + static_cast<std::size_t>(place) * kPlanRowFields;
+      if (cuts[part] == cuts[part + 1]) {
+        fields[0] = -1;
+        continue;
+      }
+      const Place begin = blocks[cuts[part]], last = blocks[cuts[part + 1] - 1];
+      fields[0] = begin.row;
+      fields[1] = begin.block;
+      fields[2] = last.row;
+      fields[3] = std::min(last.block + 1, schedule::blocks_of_length(spec.lengths[last.row]));
+    }
+  }
+  plan_rows.upload(rows);
+  num_splits.fill(0);
+}
+
+inline std::int64_t element_count(const std::vector<std::int32_t>& lengths) {
+  std::int64_t total = 0;
+  for (const std::int32_t length : lengths) total += length;
+  return total;
+}
+
+// `hostile`: block ids in use are garbage as well.
+inline Instance make_instance(const Case& spec, std::uint32_t seed, bool hostile = false) {
+  std::mt19937 random(seed);
+  Instance instance;
+  instance.spec = spec;
+  Problem& p = instance.problem;
+  p.device = {DeviceType::kCuda, 0};
+  p.dtype = spec.dtype;
+  p.batch = static_cast<std::int32_t>(spec.lengths.size());
+  p.seq_len_q = spec.seq_len_q;
+  p.num_heads_q = spec.num_heads_q;
+  p.num_heads_k = spec.num_heads_k;
+  p.head_dim = spec.head_dim;
+  p.head_dim_v = 512;
+  p.page_size = spec.page_size;
+  p.softmax_scale = spec.softmax_scale != 0.0f ? spec.softmax_scale
+                                               : 1.0f / std::sqrt(static_cast<float>(p.head_dim));
+  p.causal = spec.causal;
+
+  std::int32_t most_pages = 1;
+  std::int64_t pages = 3;  // some that nobody uses
+  for (const std::int32_t length : spec.lengths) {
+    const std::int32_t count = (length + p.page_size - 1) / p.page_size;
+    most_pages = std::max(most_pages, count + 1);
+    pages += count;
+  }
+  p.num_blocks = pages;
+  p.max_pages_per_row = most_pages;
+  std::vector<std::int32_t> ids(pages);
+  for (std::int64_t i = 0; i < pages; ++i) ids[i] = static_cast<std::int32_t>(i);
+  std::shuffle(ids.begin(), ids.end(), random);
+  const std::int32_t garbage[] = {-1, 2147480000, static_cast<std::int32_t>(pages), -2147483648};
+  std::vector<std::int32_t> table(static_cast<std::size_t>(p.batch) * most_pages);
+  std::size_t next = 0;
+  for (std::int32_t row = 0; row < p.batch; ++row) {
+    const std::int32_t count = (spec.lengths[row] + p.page_size - 1) / p.page_size;
+    for (std::int32_t i = 0; i < most_pages; ++i) {
+      const bool good = i < count && !(hostile && random() % 2 == 0);
+      table[static_cast<std::size_t>(row) * most_pages + i] =
+          good ? ids[next++ % ids.size()] : garbage[random() % 4];
+    }
+  }
+  instance.table = DeviceArray<std::int32_t>(table);
+  instance.lengths = DeviceArray<std::int32_t>(spec.lengths);
+  p.block_table = instance.table.data();
+  p.block_table_batch_stride = most_pages;
+  p.block_table_page_stride = 1;
+  p.cache_seqlens = instance.lengths.data();
+  p.cache_seqlens_stride = 1;
+  if (spec.visible_lens) {
+    std::vector<std::int32_t> visible;
+    for (const std::int32_t length : spec.lengths) {
+      std::vector<std::int32_t> row(p.seq_len_q);
+      for (std::int32_t& v : row) v = static_cast<std::int32_t>(random() % (length + 1));
+      std::sort(row.begin(), row.end());
+      visible.insert(visible.end(), row.begin(), row.end());
+    }
+    instance.visible = DeviceArray<std::int32_t>(visible);
+    p.visible_lens = instance.visible.data();
+    p.visible_lens_batch_stride = p.seq_len_q;
+    p.visible_lens_token_stride = 1;
+  }
+
+  const std::int64_t pad = spec.strided ? 64 : 0;
+  p.q_head_stride = p.head_dim + pad;
+  p.q_token_stride = p.num_heads_q * p.q_head_stride + pad;
+  p.q_batch_stride = p.seq_len_q * p.q_token_stride + 3 * pad;
+  p.k_head_stride = p.head_dim + pad;
+  p.k_token_stride = p.num_heads_k * p.k_head_stride + pad;
+  p.k_block_stride = p.page_size * p.k_token_stride + 5 * pad;
+  p.out_head_stride = p.head_dim_v + (spec.strided ? 3 : 0);  // not aligned to 16 bytes
+  p.out_token_stride = p.num_heads_q * p.out_head_stride;
+  p.out_batch_stride = p.seq_len_q * p.out_token_stride + (spec.strided ? 5 : 0);
+  p.lse_token_stride = 1;
+  p.lse_head_stride = p.seq_len_q;
+  p.lse_batch_stride = static_cast<std::int64_t>(p.num_heads_q) * p.seq_len_q;
+  instance.q = DeviceArray<std::uint16_t>(std::max<std::int64_t>(1, p.batch * p.q_batch_stride));
+  instance.cache = DeviceArray<std::uint16_t>(pages * p.k_block_stride);
+  instance.out =
+      DeviceArray<std::uint16_t>(std::max<std::int64_t>(1, p.batch * p.out_batch_stride));
+  instance.lse = DeviceArray<float>(std::max<std::int64_t>(1, p.batch * p.lse_batch_stride));
+  p.q = instance.q.data();
+  p.k_cache = instance.cache.data();
+  p.out = instance.out.data();
+  p.lse = instance.lse.data();
+  instance.cache.fill(0xff);  // NaN
+  instance.q.fill(0xff);
+  const dim3 grid(256, std::max(p.batch, 1));
+  if (p.dtype == DType::kBFloat16) {
+    auto* q = reinterpret_cast<__nv_bfloat16*>(instance.q.data());
+    fill_normal<<<512, 256>>>(q, instance.q.size(), seed + 1, spec.q_scale);
+    if (!hostile && p.batch > 0) fill_used_tokens<__nv_bfloat16><<<grid, 256>>>(p, seed + 2, 1.0f);
+  } else {
+    auto* q = reinterpret_cast<__half*>(instance.q.data());
+    fill_normal<<<512, 256>>>(q, instance.q.size(), seed + 1, spec.q_scale);
+    if (!hostile && p.batch > 0) fill_used_tokens<__half><<<grid, 256>>>(p, seed + 2, 1.0f);
+  }
+
+  if (spec.num_parts > 0) {
+    p.num_parts = spec.num_parts;
+  } else {
+    const Result<std::int32_t> parts = cuda::num_parts(0, p.query_rows(), p.num_heads_k);
+    require(parts.status());
+    p.num_parts = parts.value();
+  }
+  if (spec.plan == "one") p.num_parts = 1;
+  instance.plan_rows =
+      DeviceArray<std::int32_t>(static_cast<std::size_t>(p.num_parts) * kPlanRowFields);
+  instance.num_splits = DeviceArray<std::int32_t>(p.batch + 1);
+  p.plan_rows = instance.plan_rows.data();
+  p.plan_row_stride = kPlanRowFields;
+  p.num_splits = instance.num_splits.data();
+  p.num_splits_stride = 1;
+  instance.make_plan(random);
+  instance.workspace = DeviceArray<std::uint8_t>(cuda::workspace_bytes(p));
+  FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+  return instance;
+}
+
+// Relative error of out over all rows in `walked`, and the largest absolute error of lse.
+struct Errors {
+  double out = 0.0, lse = 0.0;
+  bool has_bad_values =
+      false;  // NaN or inf in out, or an lse that is infinite where it must not be
+};
+
+inline float to_float(std::uint16_t bits, DType dtype) {
+  if (dtype == DType::kBFloat16) {
+    const std::uint32_t wide = static_cast<std::uint32_t>(bits) << 16;
+    float value;
+    std::memcpy(&value, &wide, 4);
+    return value;
+  }
+  __half value;
+  std::memcpy(&value, &bits, 2);
+  return static_cast<float>(value);
+}
+
+inline Errors compare_with_reference(const Instance& instance, std::int32_t rows) {
+  const Problem& p = instance.problem;
+  const std::int32_t longest =
+      std::max(1, *std::max_element(instance.spec.lengths.begin(), instance.spec.lengths.end()));
+  const std::int64_t queries = static_cast<std::int64_t>(p.batch) * p.seq_len_q * p.num_heads_q;
+  DeviceArray<double> scores(queries * longest), out(queries * p.head_dim_v), lse(queries);
+  const dim3 grid(p.num_heads_q, p.seq_len_q, p.batch);
+  if (p.dtype == DType::kBFloat16) {
+    reference_kernel<__nv_bfloat16>
+        <<<grid, 256>>>(p, scores.data(), longest, out.data(), lse.data());
+  } else {
+    reference_kernel<__half><<<grid, 256>>>(p, scores.data(), longest, out.data(), lse.data());
+  }
+  FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+  const std::vector<double> want_out = out.download(), want_lse = lse.download();
+  const std::vector<std::uint16_t> got_out = instance.out.download();
+  const std::vector<float> got_lse = instance.lse.download();
+  Errors errors;
+  double difference = 0.0, norm = 0.0;
+  for (std::int64_t row = 0; row < rows; ++row) {
+    for (std::int64_t t = 0; t < p.seq_len_q; ++t) {
+      for (std::int64_t h = 0; h < p.num_heads_q; ++h) {
+        const std::int64_t query = (row * p.seq_len_q + t) * p.num_heads_q + h;
+        for (std::int64_t c = 0; c < p.head_dim_v; ++c) {
+          const double got = to_float(got_out[row * p.out_batch_stride + t * p.out_token_stride +
+                                              h * p.out_head_stride + c],
+                                      p.dtype);
+          const double want = want_out[query * p.head_dim_v + c];
+          if (!std::isfinite(got)) errors.has_bad_values = true;
+          difference += (got - want) * (got - want);
+          norm += want * want;
+        }
+        const std::int64_t place =
+            row * p.lse_batch_stride + h * p.lse_head_stride + t * p.lse_token_stride;
+        const double want = want_lse[(row * p.num_heads_q + h) * p.seq_len_q + t];
+        if (std::isinf(want) || !std::isfinite(got_lse[place])) {
+          if (static_cast<double>(got_lse[place]) != want) errors.has_bad_values = true;
+        } else {
+          errors.lse = std::max(errors.lse, std::abs(got_lse[place] - want));
+        }
+      }
+    }
+  }
+  errors.out = norm > 0.0 ? std::sqrt(difference / norm) : std::sqrt(difference);
+  return errors;
+}
+
+}  // namespace flashmla::cuda_test
