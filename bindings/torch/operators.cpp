@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <array>
 #include <cstdint>
+#include <exception>
 #include <memory>
 #include <optional>
 #include <stdexcept>
@@ -97,9 +98,22 @@ flashmla_executor torch_executor() {
   return executor;
 }
 
+int64_t element_bytes(ScalarType type) {
+  if (type == ScalarType::Byte) return 1;
+  return type == ScalarType::BFloat16 || type == ScalarType::Half ? 2 : 4;
+}
+
+// The stable ABI tells neither why an allocation failed nor its size; nothing but want of memory
+// can make one of these fail.
 Tensor empty(const Device& device, std::initializer_list<int64_t> shape, ScalarType type) {
-  return torch::stable::empty({shape.begin(), shape.size()}, type, std::nullopt,
-                              device.torch_device());
+  try {
+    return torch::stable::empty({shape.begin(), shape.size()}, type, std::nullopt,
+                                device.torch_device());
+  } catch (const std::exception&) {
+    int64_t bytes = element_bytes(type);
+    for (const int64_t size : shape) bytes *= size;
+    fail("out of memory: " + std::to_string(bytes) + " bytes could not be allocated");
+  }
 }
 
 // Rank and size checks come from the library; this only keeps the binding from reading past a
