@@ -277,16 +277,18 @@ StableLibrary& kernels(StableLibrary& library) {
 }  // namespace
 
 STABLE_TORCH_LIBRARY(flashmla, library) {
+  // kernel_index, not kernel: torch's compiler passes defaults by name to a function that has its
+  // own argument `kernel`.
   library.def(kDecodeSchema);
   library.def(kPlanSchema);
   library.def(
       "decode(Tensor q, Tensor k_cache, int head_dim_v, Tensor cache_seqlens, Tensor block_table, "
       "float? softmax_scale, bool causal, Tensor tile_scheduler_metadata, Tensor num_splits, "
-      "Tensor? visible_lens, int kernel=-1) -> (Tensor, Tensor)");
+      "Tensor? visible_lens, int kernel_index=-1) -> (Tensor, Tensor)");
   library.def(
       "decode_out(Tensor q, Tensor k_cache, int head_dim_v, Tensor cache_seqlens, "
       "Tensor block_table, float? softmax_scale, bool causal, Tensor tile_scheduler_metadata, "
-      "Tensor num_splits, Tensor? visible_lens, int kernel, Tensor(a!) out, "
+      "Tensor num_splits, Tensor? visible_lens, int kernel_index, Tensor(a!) out, "
       "Tensor(b!) softmax_lse) -> ()");
   library.def("merge_attention_states(Tensor outs, Tensor lses) -> (Tensor, Tensor)");
 }

@@ -39,7 +39,7 @@ def _decode_with_additions(
     tile_scheduler_metadata,
     num_splits,
     visible_lens,
-    kernel=-1,
+    kernel_index=-1,
 ):
     return _decode(q, head_dim_v)
 
@@ -55,7 +55,7 @@ def _decode_out(
     tile_scheduler_metadata,
     num_splits,
     visible_lens,
-    kernel,
+    kernel_index,
     out,
     softmax_lse,
 ):

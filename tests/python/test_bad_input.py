@@ -112,6 +112,17 @@ BAD = [
     ),
     ({"out": torch.empty(2, 2, 4, 512, dtype=torch.bfloat16, device="meta")}, "out is on meta"),
     ({"q": torch.zeros(2, 2, 4, 576).bfloat16().requires_grad_()}, "q requires gradients"),
+    (
+        {"k_cache": torch.zeros(5, 64, 1, 576).bfloat16().requires_grad_()},
+        "k_cache requires gradients",
+    ),
+    ({"k_cache": torch.zeros(5, 64, 1, 576).half()}, "k_cache has dtype float16; .*bfloat16"),
+    ({"cache_seqlens": torch.tensor([150, 20])}, "cache_seqlens has dtype Long"),
+    (
+        {"visible_lens": torch.ones(2, 2, dtype=torch.int64), "causal": False},
+        "visible_lens has dtype Long",
+    ),
+    ({"softmax_scale": float("inf")}, "softmax_scale is inf; it must be a finite"),
 ]
 
 
@@ -126,6 +137,30 @@ def test_is_refused_with_a_message_that_names_it(change, message):
     for name in ("out", "softmax_lse"):
         if given[name].device.type == "cpu":
             assert (given[name] == 5.0).all()
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "k_cache",
+        "block_table",
+        "cache_seqlens",
+        "tile_scheduler_metadata",
+        "num_splits",
+        "visible_lens",
+        "out",
+        "softmax_lse",
+    ],
+)
+def test_a_tensor_on_another_device_is_named(name):
+    given = arguments()
+    kept = [given["out"], given["softmax_lse"]]
+    if name == "visible_lens":
+        given |= with_visible([1, 2], [1, 2])
+    given[name] = given[name].to("meta")
+    with pytest.raises(RuntimeError, match=f"{name} is on meta"):
+        flashmla.flash_mla_with_kvcache(**given)
+    assert all((tensor == 5.0).all() for tensor in kept)
 
 
 def test_the_arguments_are_right_when_nothing_is_changed():

@@ -9,7 +9,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from conftest import KERNELS
 
+import flash_mla
 import flashmla
 
 PACKAGE = Path(flashmla.__file__).parent
@@ -76,6 +78,12 @@ except RuntimeError as error:
     assert output(code, PYTHONPATH=without_extension) == "flashmla cannot compute:"
 
 
+def test_b34_without_the_extension_the_newer_packages_name_imports_too(without_extension):
+    newer = Path(flash_mla.__file__).parent
+    shutil.copytree(newer, Path(without_extension) / "flash_mla")
+    assert output("import flash_mla", PYTHONPATH=without_extension) == ""
+
+
 def test_b34_from_the_source_checkout():
     root = Path(__file__).parents[2]
     done = subprocess.run(
@@ -136,6 +144,32 @@ except RuntimeError as error:
     assert output(code, FLASHMLA_ISA="sse9") == (
         'FLASHMLA_ISA is "sse9"; it must be one of portable, neon, avx2, avx512, amx'
     )
+
+
+@pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])
+def test_a_call_computes_with_the_cap(isa):
+    code = """
+import torch, flashmla
+from inputs import attend, formula_inputs, same_bits
+from conftest import KERNELS
+for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    inputs = formula_inputs([130, 97], 20, 2, causal=True, dtype=dtype)
+    found = attend(inputs)
+    same = {
+        kernel.instruction_set
+        for kernel in KERNELS
+        if kernel.dtype == dtype and same_bits(attend(inputs, kernel=kernel)[0], found[0])
+    }
+    print(" ".join(sorted(same)))
+"""
+    here = str(Path(__file__).parent)
+    path = os.pathsep.join([here, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    usable = {kernel.instruction_set for kernel in KERNELS}
+    order = ["portable", "avx2", "avx512"]
+    best = [name for name in order[: order.index(isa) + 1] if name in usable][-1]
+    lines = output(code, FLASHMLA_ISA=isa, PYTHONPATH=path).splitlines()
+    assert len(lines) == 3
+    assert all(best in line.split() for line in lines)
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512", "amx"])

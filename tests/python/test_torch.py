@@ -152,8 +152,61 @@ def test_the_names_that_vllm_uses_are_the_same_operators(inputs):
     found = torch.ops._flashmla_C.fwd_kvcache_mla(*shared)
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
     torch.library.opcheck(torch.ops._flashmla_C.fwd_kvcache_mla.default, shared)
+    torch.library.opcheck(
+        torch.ops._flashmla_C.get_mla_metadata.default, (inputs.cache_seqlens, 16, 1)
+    )
     plan = torch.ops._flashmla_C.get_mla_metadata(inputs.cache_seqlens, 16, 1)
     assert all(same_bits(a, b) for a, b in zip(plan, library_plan(inputs), strict=True))
+
+
+def test_schemas_have_the_names_and_the_order_of_the_definition():
+    for library in (torch.ops.flashmla, torch.ops._flashmla_C):
+        attention = library.fwd_kvcache_mla.default._schema
+        assert [argument.name for argument in attention.arguments] == [
+            "q",
+            "k_cache",
+            "head_dim_v",
+            "cache_seqlens",
+            "block_table",
+            "softmax_scale",
+            "causal",
+            "tile_scheduler_metadata",
+            "num_splits",
+        ]
+        plan = library.get_mla_metadata.default._schema
+        assert [argument.name for argument in plan.arguments] == [
+            "cache_seqlens",
+            "num_heads_per_head_k",
+            "num_heads_k",
+        ]
+
+
+def test_full_graph_merge():
+    outs, lses = torch.randn(3, 2, 1, 4, 8), torch.randn(3, 2, 4, 1)
+    expected = flashmla.merge_attention_states(outs, lses)
+    compiled = torch.compile(flashmla.merge_attention_states, fullgraph=True)
+    for given in ((outs, lses), (list(outs), list(lses))):
+        assert all(same_bits(a, b) for a, b in zip(compiled(*given), expected, strict=True))
+
+
+def test_full_graph_with_visible_lens(inputs):
+    plan = library_plan(inputs)
+    visible = torch.tensor([[5, 130], [0, 97], [0, 0]], dtype=torch.int32)
+
+    def call(q, visible_lens):
+        return flashmla.flash_mla_with_kvcache(
+            q,
+            inputs.k_cache,
+            inputs.block_table,
+            inputs.cache_seqlens,
+            512,
+            *plan,
+            visible_lens=visible_lens,
+        )
+
+    found = torch.compile(call, fullgraph=True)(inputs.q, visible)
+    expected = call(inputs.q, visible)
+    assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_is_supported_on_the_cpu():
