@@ -10,6 +10,15 @@
 
 #include "support/decode_case.hpp"
 
+// A sanitizer reads these; without one nobody does. Asking for more memory than there is must fail
+// as it does elsewhere.
+extern "C" __attribute__((visibility("default"))) const char* __asan_default_options() {
+  return "allocator_may_return_null=1";
+}
+extern "C" __attribute__((visibility("default"))) const char* __tsan_default_options() {
+  return "allocator_may_return_null=1";
+}
+
 namespace flashmla::testing {
 namespace {
 

@@ -3,7 +3,9 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstdlib>
 #include <random>
+#include <tuple>
 
 #include "support/compare.hpp"
 #include "support/decode_case.hpp"
@@ -595,6 +597,12 @@ std::vector<std::vector<std::int32_t>> random_plan(const std::vector<std::int32_
   return parts;
 }
 
+// FLASHMLA_TEST_ROUNDS: more for a long hunt, fewer under emulation.
+int rounds_of_random_calls() {
+  const char* rounds = std::getenv("FLASHMLA_TEST_ROUNDS");
+  return rounds != nullptr ? std::atoi(rounds) : 24;
+}
+
 TEST_P(Decode, RandomCallsWithRandomPlans) {
   constexpr std::pair<std::int64_t, std::int64_t> kPairs[] = {{576, 512}, {96, 64}, {64, 64}};
   constexpr std::int64_t kPages[] = {1, 3, 16, 64, 100};
@@ -603,7 +611,8 @@ TEST_P(Decode, RandomCallsWithRandomPlans) {
     return least +
            static_cast<std::int64_t>(random() % static_cast<std::uint32_t>(most - least + 1));
   };
-  for (int round = 0; round < 24; ++round) {
+  const int rounds = rounds_of_random_calls();
+  for (int round = 0; round < rounds; ++round) {
     DecodeShape shape;
     shape.dtype = GetParam().dtype;
     std::tie(shape.head_dim, shape.head_dim_v) = kPairs[pick(0, 2)];

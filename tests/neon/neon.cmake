@@ -19,6 +19,7 @@ set(cases
     "Decode.VisibleLensOfRaggedQueries"
     "Decode.FollowsPlansByHand"
     "Decode.RandomCallsWithRandomPlans")
+set(ENV{FLASHMLA_TEST_ROUNDS} 4)
 list(JOIN cases "/cpu_neon*:Kernels/" filter)
 execute_process(
   COMMAND

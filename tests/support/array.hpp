@@ -194,7 +194,10 @@ class Array {
 
 inline Array int32_array(const Sizes& shape, const std::vector<std::int32_t>& values) {
   Array array(DType::kInt32, shape);
-  std::memcpy(array.bytes(), values.data(), values.size() * sizeof(std::int32_t));
+  // memcpy may not be given the null pointer of an empty vector.
+  if (!values.empty()) {
+    std::memcpy(array.bytes(), values.data(), values.size() * sizeof(std::int32_t));
+  }
   return array;
 }
 
