@@ -172,9 +172,29 @@ def test_decode_refuses_files_that_it_cannot_read_or_write(tmp_path, inputs, ref
     text = tmp_path / "text.safetensors"
     text.write_text("no tensors here")
     assert "cannot read" in refusal("decode", text, "-o", tmp_path / "out")
+    # What looks like markup of the console is shown as it is.
+    assert "[bold]none[/bold]" in refusal("decode", "[bold]none[/bold]", "-o", tmp_path / "out")
     source = write(tmp_path / "in.safetensors", inputs)
     target = tmp_path / "none" / "out"
     assert "cannot write" in refusal("decode", source, "-o", target, "--head-dim-v", 512)
+
+
+def test_the_forms_of_the_peer_compute_attention(monkeypatch):
+    from flashmla.cli import bench
+
+    q, cache = torch.randn(2, 5, 96), torch.randn(2, 70, 96)
+    weights = (torch.einsum("brd,btd->brt", q, cache) * 96**-0.5).softmax(dim=-1)
+    expected = torch.einsum("brt,btd->brd", weights, cache[..., :64])
+    names = ["batched", "batched_transposed", "by_row", "by_row_transposed"]
+    for place, name in enumerate(names):
+        turns = iter(range(100))
+        # Times under which the form at this place is the fastest.
+        monkeypatch.setattr(
+            bench, "_microseconds", lambda call, t=turns, p=place: float(next(t) % len(names) != p)
+        )
+        found, attend = bench._fastest_peer(lambda copy: cache, q, 64)
+        assert found == name
+        assert torch.allclose(attend(0), expected, atol=1e-5)
 
 
 def test_check_of_one_kernel_passes():
