@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
-from tokenizers import Tokenizer
 
 import flashmla
 from flashmla.demo.model import Attention, LanguageModel, PagedModel, PlainModel, Planner
+from flashmla.demo.tokenizer import Tokenizer
 
 FOLDER = Path(__file__).parent
 WEIGHTS = FOLDER / "weights.safetensors"
@@ -50,6 +51,11 @@ class Summary:
     steps: list[Step] = field(default_factory=list)
 
     @property
+    def all_equal(self) -> bool:
+        """Whether every token is the plain model's; a tie is none of them."""
+        return self.tokens > 0 and self.mismatches == 0 and self.ties == 0
+
+    @property
     def tokens_per_second(self) -> float:
         decoded = self.tokens - 1  # the first token comes from the prefill
         return decoded / self.decode_seconds if decoded > 0 else 0.0
@@ -57,7 +63,7 @@ class Summary:
 
 def _scores(logits: torch.Tensor, temperature: float, noise: torch.Tensor) -> torch.Tensor:
     """The next token has the most of this: its logit, and noise that makes it a draw."""
-    return logits.float() + temperature * noise
+    return logits + temperature * noise
 
 
 @torch.inference_mode()
@@ -70,6 +76,7 @@ def generate(
     seed: int = 0,
     dtype: torch.dtype = torch.float32,
     page_size: int = 64,
+    device: torch.device | str = "cpu",
     weights: Path = WEIGHTS,
     attention: Attention = flashmla.flash_mla_with_kvcache,
     plan: Planner = flashmla.get_mla_metadata,
@@ -84,23 +91,28 @@ def generate(
             for both models.
         dtype: float32 or bfloat16, of both models.
         page_size: slots of a page of the cache.
+        device: where both models run.
+        weights: a file of `LanguageModel.save`.
         attention, plan: the functions under test.
 
     Raises:
         ValueError: an argument out of range; the message names it.
     """
-    model = LanguageModel.load(weights, dtype)
-    tokenizer = Tokenizer.from_file(str(TOKENIZER))
-    tokens = tokenizer.encode(prompt).ids
-    limit = model.config.context_length
-    if not tokens:
+    if not prompt:
         raise ValueError("the prompt is empty; give at least one character")
     if num_tokens < 1:
         raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1")
     if page_size < 1:
         raise ValueError(f"page_size is {page_size}; it must be at least 1")
-    if temperature < 0:
-        raise ValueError(f"temperature is {temperature}; it must not be negative")
+    if not 0 <= temperature < math.inf:
+        raise ValueError(f"temperature is {temperature}; it must be finite and not negative")
+    if dtype not in TIE:
+        names = " or ".join(str(accepted).removeprefix("torch.") for accepted in TIE)
+        raise ValueError(f"dtype is {dtype}; it must be {names}")
+    model = LanguageModel.load(weights, dtype, device)
+    tokenizer = Tokenizer.load(TOKENIZER)
+    tokens = tokenizer.encode(prompt)
+    limit = model.config.context_length
     if len(tokens) + num_tokens > limit:
         raise ValueError(
             f"the prompt has {len(tokens)} tokens and num_tokens is {num_tokens}; together they "
@@ -112,25 +124,25 @@ def generate(
     summary.prompt_tokens = len(tokens)
     summary.cache_bytes = paged.cache.pools.nbytes
     generator = torch.Generator().manual_seed(seed)
-    following = torch.tensor(tokens)
+    following = torch.tensor(tokens, device=device)
     written: list[int] = []
     shown = ""
     for index in range(num_tokens):
         start = time.perf_counter()
-        logits = paged.append(following)
+        logits = paged.append(following).float().cpu()  # the copy waits for the device
         elapsed = time.perf_counter() - start
         if index == 0:
             summary.prefill_seconds = elapsed
         else:
             summary.decode_seconds += elapsed
-        plain_logits = plain.append(following)
+        plain_logits = plain.append(following).float().cpu()
 
         uniform = torch.rand(logits.shape, generator=generator).clamp_min(1e-20)
         noise = -(-uniform.log()).log()
         token = int(_scores(logits, temperature, noise).argmax())
         plain_scores = _scores(plain_logits, temperature, noise)
         plain_token = int(plain_scores.argmax())
-        difference = float((logits.float() - plain_logits.float()).abs().max())
+        difference = float((logits - plain_logits).abs().max())
         gap = float(plain_scores[plain_token] - plain_scores[token])
         tie = token != plain_token and gap <= TIE[dtype] * float(plain_logits.abs().max())
         # A token may end inside a character, so the text is what all tokens decode to.
@@ -145,4 +157,4 @@ def generate(
         summary.pages = paged.cache.pages
         summary.steps.append(step)
         yield step
-        following = torch.tensor([token])
+        following = torch.tensor([token], device=device)

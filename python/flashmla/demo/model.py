@@ -10,7 +10,8 @@ the query and W_uv into the output: attention then runs over the cached vectors 
 as key and (their first kv_lora_rank components) value: what `flash_mla_with_kvcache` computes over
 a paged cache.
 
-Differences from DeepSeek-V2: every layer has a dense feed-forward network, and q is not compressed.
+Differences from DeepSeek-V2: every layer has a dense feed-forward network (no experts), q is not
+compressed, and the embedding also gives the logits.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from torch import nn
 
 Attention = Callable[..., tuple[torch.Tensor, torch.Tensor]]
 Planner = Callable[[torch.Tensor, int, int], tuple[torch.Tensor, torch.Tensor]]
+Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each (tokens, 1, rope / 2)
 
 
 @dataclass(frozen=True)
@@ -60,13 +62,18 @@ class Config:
         return self.kv_lora_rank + self.qk_rope_head_dim
 
 
-def rotate(x: torch.Tensor, positions: torch.Tensor, theta: float) -> torch.Tensor:
-    """Rotary embedding (arXiv:2104.09864) of x (..., tokens, heads, dim), its halves paired."""
-    half = x.shape[-1] // 2
-    steps = torch.arange(half, device=x.device, dtype=torch.float32)
-    angles = positions.float()[:, None] * theta ** (-steps / half)
-    cosine, sine = angles.cos()[:, None, :], angles.sin()[:, None, :]
-    first, second = x.float().split(half, dim=-1)
+def rotation(positions: torch.Tensor, config: Config) -> Rotation:
+    """The angles of rotary embedding (arXiv:2104.09864) at positions (tokens)."""
+    half = config.qk_rope_head_dim // 2
+    steps = torch.arange(half, device=positions.device, dtype=torch.float32)
+    angles = positions.float()[:, None, None] * config.rope_theta ** (-steps / half)
+    return angles.cos(), angles.sin()
+
+
+def rotate(x: torch.Tensor, by: Rotation) -> torch.Tensor:
+    """Turns x (..., tokens, heads, rope); its halves are the pairs' first and second components."""
+    cosine, sine = by
+    first, second = x.float().chunk(2, dim=-1)
     turned = (first * cosine - second * sine, second * cosine + first * sine)
     return torch.cat(turned, dim=-1).to(x.dtype)
 
@@ -85,18 +92,18 @@ class LatentAttention(nn.Module):
         )
         self.o_proj = nn.Linear(c.num_heads * c.v_head_dim, c.hidden_size, bias=False)
 
-    def query(self, x: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def query(self, x: torch.Tensor, by: Rotation) -> tuple[torch.Tensor, torch.Tensor]:
         """(..., tokens, heads, nope) and the rotated (..., tokens, heads, rope)."""
         c = self.config
         q = self.q_proj(x).unflatten(-1, (c.num_heads, c.qk_head_dim))
         nope, rope = q.split((c.qk_nope_head_dim, c.qk_rope_head_dim), dim=-1)
-        return nope, rotate(rope, positions, c.rope_theta)
+        return nope, rotate(rope, by)
 
-    def latent(self, x: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    def latent(self, x: torch.Tensor, by: Rotation) -> torch.Tensor:
         """The vectors to cache: (..., tokens, kv_lora_rank + rope)."""
         c = self.config
         latent, rope = self.kv_down_proj(x).split((c.kv_lora_rank, c.qk_rope_head_dim), dim=-1)
-        rope = rotate(rope.unsqueeze(-2), positions, c.rope_theta).squeeze(-2)
+        rope = rotate(rope.unsqueeze(-2), by).squeeze(-2)
         return torch.cat((self.kv_norm(latent), rope), dim=-1)
 
     def keys_and_values(self, cached: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -109,15 +116,16 @@ class LatentAttention(nn.Module):
         return torch.cat((nope, rope), dim=-1), values
 
     def absorbed_weights(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """W_uk (heads, nope, rank) and W_uv (heads, v, rank)."""
+        """W_uk (heads, nope, rank) and W_uv transposed (heads, rank, v), each contiguous."""
         c = self.config
         weight = self.kv_up_proj.weight.view(c.num_heads, -1, c.kv_lora_rank)
-        return weight.split((c.qk_nope_head_dim, c.v_head_dim), dim=1)
+        w_uk, w_uv = weight.split((c.qk_nope_head_dim, c.v_head_dim), dim=1)
+        return w_uk.contiguous(), w_uv.transpose(1, 2).contiguous()
 
-    def forward(self, x: torch.Tensor, positions: torch.Tensor, dropout: float) -> torch.Tensor:
+    def forward(self, x: torch.Tensor, by: Rotation, dropout: float) -> torch.Tensor:
         """Causal attention of whole sequences (batch, tokens, hidden); for training."""
-        q = torch.cat(self.query(x, positions), dim=-1)
-        keys, values = self.keys_and_values(self.latent(x, positions))
+        q = torch.cat(self.query(x, by), dim=-1)
+        keys, values = self.keys_and_values(self.latent(x, by))
         attended = F.scaled_dot_product_attention(
             q.transpose(1, 2),
             keys.transpose(1, 2),
@@ -174,10 +182,10 @@ class LanguageModel(nn.Module):
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         """tokens (batch, length) to logits (batch, length, vocabulary)."""
         drop = self.dropout if self.training else 0.0
-        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        by = rotation(torch.arange(tokens.shape[1], device=tokens.device), self.config)
         hidden = F.dropout(self.embedding(tokens), drop)
         for layer in self.layers:
-            attended = layer.attention(layer.attention_norm(hidden), positions, drop)
+            attended = layer.attention(layer.attention_norm(hidden), by, drop)
             hidden = hidden + F.dropout(attended, drop)
             hidden = hidden + F.dropout(layer.feed_forward(layer.feed_forward_norm(hidden)), drop)
         return self.logits(hidden)
@@ -191,12 +199,17 @@ class LanguageModel(nn.Module):
         save_file(weights, str(path), metadata={"config": json.dumps(asdict(self.config))})
 
     @classmethod
-    def load(cls, path: Path, dtype: torch.dtype = torch.float32) -> LanguageModel:
+    def load(
+        cls,
+        path: Path,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str = "cpu",
+    ) -> LanguageModel:
         with safe_open(str(path), framework="pt") as file:
             config = Config(**json.loads(file.metadata()["config"]))
         model = cls(config)
         model.load_state_dict(load_file(str(path)))
-        return model.to(dtype).eval().requires_grad_(False)
+        return model.to(device, dtype).eval().requires_grad_(False)
 
 
 class PlainModel:
@@ -211,14 +224,16 @@ class PlainModel:
         """Takes the next tokens (count) and returns the logits after the last (vocabulary)."""
         model, c = self.model, self.model.config
         start = self.keys[0].shape[0] if self.keys else 0
-        positions = torch.arange(start, start + len(tokens))
-        visible = positions[:, None] >= torch.arange(start + len(tokens))[None, :]
+        cached = torch.arange(start + len(tokens), device=tokens.device)
+        positions = cached[start:]
+        by = rotation(positions, c)
+        visible = positions[:, None] >= cached[None, :]
         hidden = model.embedding(tokens)
         for index, layer in enumerate(model.layers):
             attention = layer.attention
             x = layer.attention_norm(hidden)
-            q = torch.cat(attention.query(x, positions), dim=-1)
-            keys, values = attention.keys_and_values(attention.latent(x, positions))
+            q = torch.cat(attention.query(x, by), dim=-1)
+            keys, values = attention.keys_and_values(attention.latent(x, by))
             if start == 0:
                 self.keys.append(keys)
                 self.values.append(values)
@@ -240,29 +255,43 @@ class PagedCache:
     engine's pool might.
     """
 
-    def __init__(self, config: Config, page_size: int, dtype: torch.dtype, seed: int = 0):
+    def __init__(
+        self,
+        config: Config,
+        page_size: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        seed: int = 0,
+    ):
         self.page_size = page_size
         num_blocks = -(-config.context_length // page_size)
         shape = (config.num_layers, num_blocks, page_size, 1, config.cached_dim)
-        self.pools = torch.full(shape, math.nan, dtype=dtype)
+        self.pools = torch.full(shape, math.nan, dtype=dtype, device=device)
         order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed))
         self.free = order.tolist()
-        self.block_table = torch.full((1, num_blocks), -1, dtype=torch.int32)
+        self.block_table = torch.full((1, num_blocks), -1, dtype=torch.int32, device=device)
         self.length = 0
 
     @property
     def pages(self) -> int:
         return self.block_table.shape[1] - len(self.free)
 
-    def grow(self, count: int) -> torch.Tensor:
-        """Makes room for `count` tokens; their slots, numbered over the whole pool."""
-        positions = torch.arange(self.length, self.length + count)
+    def grow(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Makes room for `count` tokens: their positions, and slots numbered over the whole pool.
+
+        Raises:
+            ValueError: the pool has too few free blocks; nothing changes.
+        """
+        room = self.block_table.shape[1] * self.page_size - self.length
+        if count > room:
+            raise ValueError(f"{count} tokens do not fit: the cache has room for {room} more")
+        positions = torch.arange(self.length, self.length + count, device=self.block_table.device)
         self.length += count
         while self.pages * self.page_size < self.length:
             page = self.pages
             self.block_table[0, page] = self.free.pop()
         blocks = self.block_table[0, positions // self.page_size].long()
-        return blocks * self.page_size + positions % self.page_size
+        return positions, blocks * self.page_size + positions % self.page_size
 
     def write(self, layer: int, slots: torch.Tensor, vectors: torch.Tensor) -> None:
         self.pools[layer].view(-1, vectors.shape[-1])[slots] = vectors
@@ -285,24 +314,25 @@ class PagedModel:
         self.model = model
         self.attention = attention
         self.plan = plan
-        self.cache = PagedCache(model.config, page_size, model.embedding.weight.dtype)
+        weight = model.embedding.weight
+        self.cache = PagedCache(model.config, page_size, weight.dtype, weight.device)
         self.absorbed = [layer.attention.absorbed_weights() for layer in model.layers]
 
     def append(self, tokens: torch.Tensor) -> torch.Tensor:
         """Takes the next tokens (count) and returns the logits after the last (vocabulary)."""
         model, c, cache = self.model, self.model.config, self.cache
-        positions = torch.arange(cache.length, cache.length + len(tokens))
-        slots = cache.grow(len(tokens))
-        lengths = torch.tensor([cache.length], dtype=torch.int32)
+        positions, slots = cache.grow(len(tokens))
+        by = rotation(positions, c)
+        lengths = torch.tensor([cache.length], dtype=torch.int32, device=tokens.device)
         plan = self.plan(lengths, len(tokens) * c.num_heads, 1)
         hidden = model.embedding(tokens)
         for index, layer in enumerate(model.layers):
             attention, (w_uk, w_uv) = layer.attention, self.absorbed[index]
             x = layer.attention_norm(hidden)
-            nope, rope = attention.query(x, positions)
-            cache.write(index, slots, attention.latent(x, positions))
-            # (tokens, heads, nope) x (heads, nope, rank): the query moves to the latent space.
-            q = torch.cat((torch.einsum("thn,hnr->thr", nope, w_uk), rope), dim=-1)
+            nope, rope = attention.query(x, by)
+            cache.write(index, slots, attention.latent(x, by))
+            # The query moves to the latent space: (tokens, heads, rank) from a product a head.
+            q = torch.cat(((nope.transpose(0, 1) @ w_uk).transpose(0, 1), rope), dim=-1)
             attended, _ = self.attention(
                 q[None],
                 cache.pools[index],
@@ -313,7 +343,7 @@ class PagedModel:
                 softmax_scale=c.softmax_scale,
                 causal=True,
             )
-            values = torch.einsum("thr,hvr->thv", attended[0], w_uv)
+            values = (attended[0].transpose(0, 1) @ w_uv).transpose(0, 1)
             hidden = hidden + attention.o_proj(values.flatten(1))
             hidden = hidden + layer.feed_forward(layer.feed_forward_norm(hidden))
         return model.logits(hidden[-1])
