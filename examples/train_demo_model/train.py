@@ -1,9 +1,9 @@
 """Trains the language model of `flashmla demo`.
 
-    bible -f 'Ge1:1-Re22:21' > kjv.txt      # Debian packages bible-kjv and bible-kjv-text
-    python examples/train_demo_model/train.py kjv.txt --out trained/
+    python examples/train_demo_model/train.py --out trained/
 
-The text is the King James Bible, which is in the public domain. A minute on a GPU, hours on a CPU.
+The text is the King James Bible, which is in the public domain, as Debian's packages bible-kjv and
+bible-kjv-text print it. Minutes on a GPU, hours on a CPU.
 """
 
 from __future__ import annotations
@@ -11,44 +11,43 @@ from __future__ import annotations
 import argparse
 import math
 import re
+import shutil
+import subprocess
 import time
 from pathlib import Path
 
 import torch
 import torch.nn.functional as F
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from flashmla.demo.model import Config, LanguageModel
+from flashmla.demo.tokenizer import Tokenizer
 
 VERSE = re.compile(r"^(\d?[A-Za-z]+)(\d+):(\d+) (.*)$")
 
 
-def read_text(path: Path) -> list[str]:
+def read_verses(path: Path | None) -> list[str]:
+    """Lines such as `Ge1:1 In the beginning ...`, from a file or from the `bible` program."""
+    if path is not None:
+        return path.read_text(encoding="utf-8").splitlines()
+    if shutil.which("bible") is None:
+        raise SystemExit("there is no program `bible`: apt-get install bible-kjv, or give --text")
+    command = ["bible", "-f", "Ge1:1-Re22:21"]
+    printed = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
+    return printed.stdout.splitlines()
+
+
+def split_chapters(verses: list[str]) -> list[str]:
     """The chapters, each a paragraph of verses, one a line."""
     chapters: list[tuple[tuple[str, str], list[str]]] = []
-    for line in path.read_text().splitlines():
+    for line in verses:
         match = VERSE.match(line)
         if match is None:
-            raise SystemExit(f"{path} has a line that is no verse: {line!r}")
+            raise SystemExit(f"the text has a line that is no verse: {line!r}")
         book, chapter, _, verse = match.groups()
         if not chapters or chapters[-1][0] != (book, chapter):
             chapters.append(((book, chapter), []))
         chapters[-1][1].append(verse)
     return ["\n".join(verses) + "\n\n" for _, verses in chapters]
-
-
-def train_tokenizer(chapters: list[str], vocab_size: int) -> Tokenizer:
-    """Byte-pair encoding over bytes, so that any text can be encoded."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(chapters, trainer)
-    return tokenizer
 
 
 def learning_rate(step: int, steps: int, peak: float) -> float:
@@ -76,8 +75,8 @@ def validate(model: LanguageModel, tokens: torch.Tensor) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("text", type=Path)
     parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--text", type=Path, help="what `bible -f Ge1:1-Re22:21` printed")
     parser.add_argument("--steps", type=int, default=3000)
     parser.add_argument("--batch", type=int, default=32, help="sequences of the context length")
     parser.add_argument("--rate", type=float, default=2e-3)
@@ -96,16 +95,16 @@ def main() -> None:
         log.write(text + "\n")
         log.flush()
 
-    chapters = read_text(options.text)
+    chapters = split_chapters(read_verses(options.text))
     config = Config()
-    tokenizer = train_tokenizer(chapters, config.vocab_size)
-    tokenizer.save(str(options.out / "tokenizer.json"))
+    tokenizer = Tokenizer.train(chapters, config.vocab_size)
+    tokenizer.save(options.out / "tokenizer.json")
     # Every 20th chapter is held out.
     parts = {"train": [], "held out": []}
     for index, chapter in enumerate(chapters):
         parts["held out" if index % 20 == 7 else "train"].append(chapter)
     data = {
-        name: torch.tensor(tokenizer.encode("".join(texts)).ids, device=device)
+        name: torch.tensor(tokenizer.encode("".join(texts)), device=device)
         for name, texts in parts.items()
     }
     model = LanguageModel(config, options.dropout).to(device)
