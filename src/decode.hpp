@@ -7,6 +7,7 @@
 #include "backends/cpu/executor.hpp"
 #include "flashmla/status.hpp"
 #include "problem/request.hpp"
+#include "select/select.hpp"
 
 namespace flashmla {
 
@@ -15,6 +16,9 @@ struct Execution {
   cpu::Executor executor;
   void* stream = nullptr;
 };
+
+// What selection may depend on, for listing and explaining: CPU features and the first GPU.
+Result<select::DeviceFacts> process_facts();
 
 // OK, or what was found and what is needed.
 Status device_supported(const Device& device);

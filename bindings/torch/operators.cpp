@@ -3,6 +3,7 @@
 //
 // A kernel here is registered for CPU; the C ABI takes the device from the tensors, so a GPU
 // backend registers the same functions under its own key.
+#include <dlfcn.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
@@ -85,6 +86,24 @@ class Device {
   torch::stable::Device device_;
 };
 
+// The stream that torch works on for a GPU; null elsewhere. torch's CUDA library is loaded already
+// wherever there is a CUDA tensor, so it is asked for by name and needs no linking.
+void* current_stream(const Device& device) {
+  if (device.type() != FLASHMLA_CUDA) return nullptr;
+  using GetStream = int32_t (*)(int32_t device_index, void** stream);
+  static const auto get_stream = [] {
+    void* library = dlopen("libtorch_cuda.so", RTLD_NOLOAD | RTLD_LAZY);
+    return library == nullptr
+               ? nullptr
+               : reinterpret_cast<GetStream>(dlsym(library, "aoti_torch_get_current_cuda_stream"));
+  }();
+  void* stream = nullptr;
+  if (get_stream == nullptr || get_stream(device.index(), &stream) != 0) {
+    fail("torch's CUDA library does not tell its current stream");
+  }
+  return stream;
+}
+
 // torch's own pool, so that a process has one set of threads.
 flashmla_executor torch_executor() {
   flashmla_executor executor{};
@@ -142,6 +161,7 @@ void decode_into(const DecodeArguments& given, const Tensor& out, const Tensor& 
   args.struct_size = sizeof(args);
   args.device_type = device.type();
   args.device_index = device.index();
+  args.stream = current_stream(device);
   args.q = device.view("q", given.q);
   args.k_cache = device.view("k_cache", given.k_cache);
   args.block_table = device.view("block_table", given.block_table);
@@ -229,6 +249,7 @@ std::tuple<Tensor, Tensor> get_mla_metadata(const Tensor& cache_seqlens,
   args.struct_size = sizeof(args);
   args.device_type = device.type();
   args.device_index = device.index();
+  args.stream = current_stream(device);
   args.cache_seqlens = device.view("cache_seqlens", cache_seqlens);
   args.num_heads_per_head_k = num_heads_per_head_k;
   args.num_heads_k = num_heads_k;
@@ -248,6 +269,7 @@ std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& outs, const Tens
   args.struct_size = sizeof(args);
   args.device_type = device.type();
   args.device_index = device.index();
+  args.stream = current_stream(device);
   args.outs = device.view("outs", outs);
   args.lses = device.view("lses", lses);
   args.out = device.view("out", out);
@@ -293,11 +315,18 @@ STABLE_TORCH_LIBRARY(flashmla, library) {
   library.def("merge_attention_states(Tensor outs, Tensor lses) -> (Tensor, Tensor)");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(flashmla, CPU, library) {
+static void all_kernels(StableLibrary& library) {
   kernels(library)
       .impl("decode", TORCH_BOX(&decode))
       .impl("decode_out", TORCH_BOX(&decode_out))
       .impl("merge_attention_states", TORCH_BOX(&merge_attention_states));
+}
+
+STABLE_TORCH_LIBRARY_IMPL(flashmla, CPU, library) {
+  all_kernels(library);
+}
+STABLE_TORCH_LIBRARY_IMPL(flashmla, CUDA, library) {
+  all_kernels(library);
 }
 
 // Registers the two original operators under the library name that vLLM uses, for the life of the
@@ -305,7 +334,7 @@ STABLE_TORCH_LIBRARY_IMPL(flashmla, CPU, library) {
 // once it has looked for one.
 extern "C" FLASHMLA_API int flashmla_torch_register_vllm_names() {
   constexpr const char* kName = "_flashmla_C";
-  static std::array<std::unique_ptr<StableLibrary>, 2> libraries;
+  static std::array<std::unique_ptr<StableLibrary>, 3> libraries;
   if (libraries[0] != nullptr) return 0;
   // The definition is what two packages cannot both make; its handle is kept as long as the
   // process.
@@ -319,5 +348,8 @@ extern "C" FLASHMLA_API int flashmla_torch_register_vllm_names() {
   libraries[1] =
       std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, kName, "CPU", __FILE__, __LINE__);
   kernels(*libraries[1]);
+  libraries[2] =
+      std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, kName, "CUDA", __FILE__, __LINE__);
+  kernels(*libraries[2]);
   return 0;
 }

@@ -11,7 +11,23 @@ enum CpuLine : std::int32_t {
 #undef FLASHMLA_CPU_KERNEL
 };
 
+#if defined(FLASHMLA_WITH_CUDA)
+enum CudaLine : std::int32_t {
+#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows) \
+  identifier,
+#include "backends/cuda/kernels.inc"
+#undef FLASHMLA_CUDA_KERNEL
+};
+#endif
+
 constexpr std::array kRows = {
+#if defined(FLASHMLA_WITH_CUDA)
+#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows) \
+  KernelRow{name,       architecture, DeviceType::kCuda, dtype, 0,                              \
+            identifier, head_dim,     head_dim_v,        rows},
+#include "backends/cuda/kernels.inc"
+#undef FLASHMLA_CUDA_KERNEL
+#endif
 #define FLASHMLA_CPU_KERNEL(identifier, name, instruction_set, required, dtype) \
   KernelRow{name, instruction_set, DeviceType::kCpu, dtype, required, identifier},
 #include "backends/cpu/kernels.inc"
@@ -22,9 +38,16 @@ const char* device_name(DeviceType type) {
   return type == DeviceType::kCpu ? "CPU" : "CUDA";
 }
 
+bool takes_shape(const KernelRow& row, const Problem& problem) {
+  const bool dims = row.head_dim == 0 ||
+                    (row.head_dim == problem.head_dim && row.head_dim_v == problem.head_dim_v);
+  return dims && (row.max_query_rows == 0 || problem.query_rows() <= row.max_query_rows);
+}
+
 // The conditions in order; the cheap form of decline_reason.
 bool accepts(const KernelRow& row, const Problem& problem, const DeviceFacts& facts) {
-  return row.device == problem.device.type && row.dtype == problem.dtype && is_usable(row, facts);
+  return row.device == problem.device.type && row.dtype == problem.dtype && is_usable(row, facts) &&
+         takes_shape(row, problem);
 }
 
 }  // namespace
@@ -40,6 +63,7 @@ Result<DeviceFacts> device_facts() {
 }
 
 bool is_usable(const KernelRow& row, const DeviceFacts& facts) {
+  if (row.device == DeviceType::kCuda) return facts.cuda;
   return (row.required & ~facts.cpu_features) == 0;
 }
 
@@ -50,6 +74,18 @@ std::string decline_reason(const KernelRow& row, const Problem& problem, const D
   }
   if (row.dtype != problem.dtype) {
     return std::string("computes ") + dtype_name(row.dtype) + ", q is " + dtype_name(problem.dtype);
+  }
+  if (row.device == DeviceType::kCuda && !facts.cuda) {
+    return "needs a CUDA GPU of its architecture; there is none";
+  }
+  if (!takes_shape(row, problem)) {
+    std::string reason =
+        "computes (" + std::to_string(row.head_dim) + ", " + std::to_string(row.head_dim_v) + ")";
+    if (row.max_query_rows != 0) {
+      reason += " with up to " + std::to_string(row.max_query_rows) + " query rows";
+    }
+    return reason + ", this call has (" + std::to_string(problem.head_dim) + ", " +
+           std::to_string(problem.head_dim_v) + ") and " + std::to_string(problem.query_rows());
   }
   if (const CpuFeatures missing = row.required & ~facts.cpu_features; missing != 0) {
     return "needs " + describe_cpu_features(missing) +

@@ -20,6 +20,11 @@ struct KernelRow {
   DType dtype;
   CpuFeatures required;
   std::int32_t index;  // line in its backend's manifest
+  // Restrictions, 0 meaning none: the pair of head dims, and the most query rows of a key/value
+  // head.
+  std::int32_t head_dim = 0;
+  std::int32_t head_dim_v = 0;
+  std::int32_t max_query_rows = 0;
 };
 
 // All manifests compiled into this library, in order of preference.
@@ -28,6 +33,7 @@ std::span<const KernelRow> kernel_rows();
 // What a decision may depend on besides the problem; a plain value, so that tests fake it.
 struct DeviceFacts {
   CpuFeatures cpu_features = 0;
+  bool cuda = false;  // a GPU that the CUDA backend runs on
 };
 
 // This process's facts: FLASHMLA_ISA is read here.
