@@ -52,6 +52,14 @@ class Inputs:
     causal: bool
     visible_lens: torch.Tensor | None
 
+    def to(self, device: str) -> Inputs:
+        """The same inputs with every tensor on `device`."""
+        moved = {
+            name: value.to(device) if isinstance(value, torch.Tensor) else value
+            for name, value in vars(self).items()
+        }
+        return Inputs(**moved)
+
     def plan_heads(self) -> tuple[int, int]:
         """num_heads_per_head_k and num_heads_k of the planning call."""
         num_heads_k = self.k_cache.shape[2]

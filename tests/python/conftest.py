@@ -20,7 +20,7 @@ settings.register_profile(
 )
 settings.load_profile("default")
 
-KERNELS = [kernel for kernel in _library.kernels() if kernel.usable]
+KERNELS = [k for k in _library.kernels() if k.usable and k.device_type == "cpu"]
 BF16_KERNELS = [
     kernel
     for kernel in KERNELS

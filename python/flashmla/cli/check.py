@@ -13,8 +13,8 @@ from flashmla import _library, cases, reference
 from flashmla.cli.console import Failure, console, errors, kernels, require_support
 
 
-def _run_case(case: cases.Case, kernel: _library.Kernel) -> tuple[float, float]:
-    """The largest errors of out and lse over the case's plans."""
+def _run_case(case: cases.Case, kernel: _library.Kernel) -> tuple[float, float] | None:
+    """The largest errors of out and lse over the case's plans; None where the kernel declines it."""
     inputs = cases.make_inputs(case, kernel.dtype)
     expected = reference.attend(
         inputs.q,
@@ -27,22 +27,29 @@ def _run_case(case: cases.Case, kernel: _library.Kernel) -> tuple[float, float]:
         inputs.visible_lens,
     )
     plans = [cases.plan_of(inputs, parts) for parts in case.parts]
+    inputs = inputs.to(kernel.device_type)
     plans.append(torch.ops.flashmla.get_mla_metadata(inputs.cache_seqlens, *inputs.plan_heads()))
     worst = (0.0, 0.0)
     for plan in plans:
-        out, lse = torch.ops.flashmla.decode(
-            inputs.q,
-            inputs.k_cache,
-            inputs.head_dim_v,
-            inputs.cache_seqlens,
-            inputs.block_table,
-            inputs.softmax_scale,
-            inputs.causal,
-            *plan,
-            inputs.visible_lens,
-            kernel.index,
-        )
-        found = reference.errors(out, lse, *expected)
+        try:
+            out, lse = torch.ops.flashmla.decode(
+                inputs.q,
+                inputs.k_cache,
+                inputs.head_dim_v,
+                inputs.cache_seqlens,
+                inputs.block_table,
+                inputs.softmax_scale,
+                inputs.causal,
+                *(tensor.to(kernel.device_type) for tensor in plan),
+                inputs.visible_lens,
+                kernel.index,
+            )
+        except RuntimeError as error:
+            # A tuned kernel refuses other shapes by its own name.
+            if str(error).startswith(f"{kernel.name}: "):
+                return None
+            raise
+        found = reference.errors(out.cpu(), lse.cpu(), *expected)
         worst = (max(worst[0], found[0]), max(worst[1], found[1]))
     return worst
 
@@ -82,8 +89,13 @@ def run(
     usable = [k for k in chosen if k.usable]
     work = [(k, case) for k in usable for case in todo]
     worst: dict[str, list[float]] = {k.name: [0.0, 0.0] for k in usable}
+    checked = {k.name: 0 for k in usable}
     for k, case in track(work, "checking", console=errors, transient=True):
-        out_error, lse_error = _run_case(case, k)
+        found = _run_case(case, k)
+        if found is None:
+            continue
+        checked[k.name] += 1
+        out_error, lse_error = found
         bound = limits(case, k.dtype)
         if not (out_error <= bound.out_relative and lse_error <= bound.lse_absolute):
             failures.append(
@@ -99,7 +111,7 @@ def run(
         bad = any(text.startswith(k.name + ",") for text in failures)
         table.add_row(
             k.name,
-            str(len(todo)),
+            str(checked[k.name]),
             f"{worst[k.name][0]:.1e}",
             f"{reference.TOLERANCES[k.dtype].out_relative:.0e}",
             f"{worst[k.name][1]:.1e}",
@@ -109,4 +121,4 @@ def run(
     for text in failures:
         console.print(f"[red]{text}[/]")
     if failures:
-        raise Failure(f"{len(failures)} of {len(work)} checks failed")
+        raise Failure(f"{len(failures)} of {sum(checked.values())} checks failed")
