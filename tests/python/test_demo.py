@@ -87,6 +87,12 @@ def test_absorbed_and_paged_equals_plain_with_the_trained_weights(
         assert int(ours.argmax()) == int(expected.argmax())
 
 
+def test_the_trained_weights_know_their_text(trained, tokenizer):
+    tokens = torch.tensor(tokenizer.encode(PROMPT.read_text()))  # of a chapter held out
+    logits = trained(tokens[None, :-1])[0]
+    assert torch.nn.functional.cross_entropy(logits, tokens[1:]) < 2.5  # uniform: log 1024 = 6.9
+
+
 def test_an_attention_call_is_what_the_documentation_says(trained):
     calls = []
 

@@ -14,7 +14,7 @@ from flashmla.cli.console import Failure, console, errors, kernels, require_supp
 
 
 def _run_case(case: cases.Case, kernel: _library.Kernel) -> tuple[float, float] | None:
-    """The largest errors of out and lse over the case's plans; None where the kernel declines it."""
+    """The largest errors of out and lse over the plans; None where the kernel declines the case."""
     inputs = cases.make_inputs(case, kernel.dtype)
     expected = reference.attend(
         inputs.q,

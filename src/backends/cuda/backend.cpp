@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <array>
+#include <bit>
 #include <cmath>
 #include <numeric>
 #include <string>
@@ -175,7 +176,7 @@ CallShape call_shape(const Problem& problem, void* workspace) {
   shape.batch = problem.batch;
   shape.seq_len_q = problem.seq_len_q;
   shape.num_heads_k = problem.num_heads_k;
-  shape.heads_per_kv_head = problem.heads_per_kv_head();
+  shape.heads_per_kv_head = Divisor(problem.heads_per_kv_head());
   shape.query_rows = problem.query_rows();
   shape.cache_seqlens = problem.cache_seqlens;
   shape.cache_seqlens_stride = problem.cache_seqlens_stride;
@@ -206,6 +207,7 @@ Status fill_params(DecodeParams& params, const Problem& problem, void* workspace
   params.shape = call_shape(problem, workspace);
   params.q_box_rows = std::gcd(problem.heads_per_kv_head(), kTileRows);
   params.k_box_rows = std::gcd(problem.page_size, kBlockTokens);
+  params.k_box_rows_log2 = std::countr_zero(static_cast<std::uint32_t>(params.k_box_rows));
   if (Status status =
           encode_map(params.q_map, problem.dtype, problem.q, problem.head_dim,
                      {problem.num_heads_q, problem.seq_len_q, problem.batch},
@@ -231,7 +233,7 @@ Status fill_params(DecodeParams& params, const Problem& problem, void* workspace
   params.block_table = problem.block_table;
   params.block_table_batch_stride = problem.block_table_batch_stride;
   params.block_table_page_stride = problem.block_table_page_stride;
-  params.page_size = problem.page_size;
+  params.page_size = Divisor(problem.page_size);
   params.visible_lens = problem.visible_lens;
   params.visible_lens_batch_stride = problem.visible_lens_batch_stride;
   params.visible_lens_token_stride = problem.visible_lens_token_stride;

@@ -11,8 +11,9 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kColumns = 64;       // of an item: two a lane
-constexpr int kLoadsInFlight = 8;  // of a lane
+constexpr int kBlocksAMultiprocessor = 3;
+constexpr int kColumns = 64;  // two a lane
+constexpr int kLoadsInFlight = 16;  // of a lane
 
 // Shared memory of a combine block, ints. Everything is indexed by slot of the partial results.
 struct CombineShared {
@@ -91,22 +92,24 @@ __device__ void store_pair(const CallShape& shape, Element* destination, float l
   }
 }
 
-// kColumns columns of one query row of one merged row an item; kTeamWarps warps divide its parts.
-template <class Element, int kTeamWarps>
+// kChunks * 64 columns of one query row of one merged row an item; kTeamWarps warps divide its parts.
+// Lane l holds columns 64 * chunk + 2 * l + {0, 1}.
+template <class Element, int kTeamWarps, int kChunks>
 __device__ void merge_items(const CallShape& shape, std::int32_t head_dim_v,
                             const CombineShared& shared, std::int32_t num_merged) {
-  __shared__ float2 team_sums[kTeamWarps > 1 ? kWarps : 1][32];
+  __shared__ float2 team_sums[kTeamWarps > 1 ? kWarps : 1][kTeamWarps > 1 ? 32 : 1];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, member = warp % kTeamWarps;
   constexpr int kTeams = kWarps / kTeamWarps;
-  const std::int32_t chunks = head_dim_v / kColumns;
+  constexpr int kParts = kLoadsInFlight / kChunks;  // read at once
+  const std::int32_t pieces = head_dim_v / (kChunks * kColumns);
   const std::int64_t items =
-      static_cast<std::int64_t>(num_merged) * shape.num_heads_k * shape.query_rows * chunks;
+      static_cast<std::int64_t>(num_merged) * shape.num_heads_k * shape.query_rows * pieces;
   std::int32_t* list = shared.slots + warp * shape.num_parts;
   std::int32_t listed_row = -1, count = 0;
   for (std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kTeams + warp / kTeamWarps;
        item < items; item += static_cast<std::int64_t>(gridDim.x) * kTeams) {
-    const std::int32_t chunk = item % chunks;
-    std::int64_t rest = item / chunks;
+    const std::int32_t piece = item % pieces;
+    std::int64_t rest = item / pieces;
     const std::int32_t query_row = rest % shape.query_rows;
     rest /= shape.query_rows;
     const std::int32_t kv_head = rest % shape.num_heads_k;
@@ -128,41 +131,48 @@ __device__ void merge_items(const CallShape& shape, std::int32_t head_dim_v,
     }
     const bool is_empty = largest == -kInfinity;
     float sum = 0.0f;
-    float2 total{0.0f, 0.0f};
+    float2 total[kChunks] = {};
     // Lane l weighs part base + l; the parts of this warp are every kTeamWarps-th.
     for (std::int32_t base = 0; base < count && !is_empty; base += 32) {
       const float weight = base + lane < count ? expf(lse_of(base + lane) - largest) : 0.0f;
       sum += weight;
       const int here = min(count - base, 32);
-      for (int i = member; i < here; i += kTeamWarps * kLoadsInFlight) {
-        float2 values[kLoadsInFlight];
+      for (int i = member; i < here; i += kTeamWarps * kParts) {
+        float2 values[kParts][kChunks];
 #pragma unroll
-        for (int j = 0; j < kLoadsInFlight; ++j) {
-          const int index = i + j * kTeamWarps;
-          values[j] = float2{0.0f, 0.0f};
-          if (index < here) {
-            values[j] = *reinterpret_cast<const float2*>(
-                shape.partial_out +
-                partial_index(shape, list[base + index], kv_head, query_row) * head_dim_v +
-                chunk * kColumns + lane * 2);
+        for (int j = 0; j < kParts; ++j) {
+          const int index = min(i + j * kTeamWarps, here - 1);  // its weight is 0 if past the end
+          const float2* source = reinterpret_cast<const float2*>(
+              shape.partial_out +
+              partial_index(shape, list[base + index], kv_head, query_row) * head_dim_v +
+              piece * (kChunks * kColumns) + lane * 2);
+#pragma unroll
+          for (int chunk = 0; chunk < kChunks; ++chunk) {
+            values[j][chunk] = source[chunk * (kColumns / 2)];
           }
         }
 #pragma unroll
-        for (int j = 0; j < kLoadsInFlight; ++j) {
-          const float part_weight = __shfl_sync(~0u, weight, (i + j * kTeamWarps) % 32);
-          total.x = fmaf(part_weight, values[j].x, total.x);
-          total.y = fmaf(part_weight, values[j].y, total.y);
+        for (int j = 0; j < kParts; ++j) {
+          const int index = i + j * kTeamWarps;
+          const float shuffled = __shfl_sync(~0u, weight, index % 32);
+          const float part_weight = index < here ? shuffled : 0.0f;
+#pragma unroll
+          for (int chunk = 0; chunk < kChunks; ++chunk) {
+            total[chunk].x = fmaf(part_weight, values[j][chunk].x, total[chunk].x);
+            total[chunk].y = fmaf(part_weight, values[j][chunk].y, total[chunk].y);
+          }
         }
       }
     }
     for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
     if constexpr (kTeamWarps > 1) {
-      team_sums[warp][lane] = total;
+      static_assert(kChunks == 1);
+      team_sums[warp][lane] = total[0];
       __syncthreads();
       if (member == 0) {
         for (int i = 1; i < kTeamWarps; ++i) {
-          total.x += team_sums[warp + i][lane].x;
-          total.y += team_sums[warp + i][lane].y;
+          total[0].x += team_sums[warp + i][lane].x;
+          total[0].y += team_sums[warp + i][lane].y;
         }
       }
       __syncthreads();
@@ -170,11 +180,13 @@ __device__ void merge_items(const CallShape& shape, std::int32_t head_dim_v,
     }
     const QueryRow query = query_row_at(shape, kv_head, query_row);
     const float scale = inverse_sum(sum);
-    store_pair(shape,
-               static_cast<Element*>(shape.out) + out_offset(shape, row, query) + chunk * kColumns +
-                   lane * 2,
-               total.x * scale, total.y * scale);
-    if (chunk == 0 && lane == 0) {
+    Element* out = static_cast<Element*>(shape.out) + out_offset(shape, row, query) +
+                   piece * (kChunks * kColumns) + lane * 2;
+#pragma unroll
+    for (int chunk = 0; chunk < kChunks; ++chunk) {
+      store_pair(shape, out + chunk * kColumns, total[chunk].x * scale, total[chunk].y * scale);
+    }
+    if (piece == 0 && lane == 0) {
       *lse_at(shape, row, query) = is_empty ? kInfinity : largest + logf(sum);
     }
   }
@@ -194,9 +206,9 @@ __global__ void __launch_bounds__(kThreads)
                              shape.query_rows * (head_dim_v / kColumns);
   // Few items: a block each, so that many parts are read at once. Many: a warp each.
   if (items < static_cast<std::int64_t>(gridDim.x) * kWarps) {
-    merge_items<Element, kWarps>(shape, head_dim_v, shared, num_merged);
+    merge_items<Element, kWarps, 1>(shape, head_dim_v, shared, num_merged);
   } else {
-    merge_items<Element, 1>(shape, head_dim_v, shared, num_merged);
+    merge_items<Element, 1, 8>(shape, head_dim_v, shared, num_merged);
   }
 }
 
@@ -278,7 +290,7 @@ cudaError_t launch_combine(const CallShape& shape, std::int32_t head_dim_v,
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(2 * num_multiprocessors);
+  config.gridDim = dim3(kBlocksAMultiprocessor * num_multiprocessors);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = shared_bytes;
   config.stream = stream;

@@ -9,12 +9,37 @@
 
 namespace flashmla::cuda {
 
+// Division of 0 <= n < 2^31 by a divisor that the host knows, as a multiplication: with
+// shift = ceil(log2(divisor)) and multiplier = ceil(2^(31 + shift) / divisor), the product's error
+// is less than n / 2^31 < 1 parts of 1 / divisor, so that the floor is exact.
+struct Divisor {
+  std::int32_t divisor = 1;
+  std::uint32_t multiplier = 0;
+  std::int32_t shift = 0;
+
+  Divisor() = default;
+  explicit Divisor(std::int32_t value) : divisor(value) {
+    while ((std::int64_t{1} << shift) < value) ++shift;
+    multiplier = static_cast<std::uint32_t>(
+        ((std::uint64_t{1} << (31 + shift)) + static_cast<std::uint64_t>(value) - 1) / value);
+  }
+
+#if defined(__CUDACC__)
+  __device__ __forceinline__ std::int32_t quotient(std::int32_t n) const {
+    return static_cast<std::int32_t>(__umulhi(2u * static_cast<std::uint32_t>(n), multiplier) >> shift);
+  }
+  __device__ __forceinline__ std::int32_t remainder(std::int32_t n) const {
+    return n - quotient(n) * divisor;
+  }
+#endif
+};
+
 // The part of a call that attention and combine share. Strides are in elements.
 struct CallShape {
   std::int32_t batch;
   std::int32_t seq_len_q;
   std::int32_t num_heads_k;
-  std::int32_t heads_per_kv_head;
+  Divisor heads_per_kv_head;
   std::int32_t query_rows;  // seq_len_q * heads_per_kv_head, numbered as in Problem::query_rows()
 
   const std::int32_t* cache_seqlens;
@@ -43,15 +68,15 @@ struct DecodeParams {
   // token in page, slice, key/value head, page). A box is 64 elements x box rows.
   CUtensorMap q_map;
   CUtensorMap k_map;
-  std::int32_t q_box_rows;  // divides 64 and heads_per_kv_head
-  std::int32_t k_box_rows;  // divides 64 and page_size
+  std::int32_t q_box_rows_log2;  // box rows divide 64 and heads_per_kv_head
+  std::int32_t k_box_rows_log2;  // box rows divide 64 and page_size
 
   CallShape shape;
   const void* q;
   std::int64_t q_batch_stride, q_token_stride, q_head_stride;
   const std::int32_t* block_table;
   std::int64_t block_table_batch_stride, block_table_page_stride;
-  std::int32_t page_size;
+  Divisor page_size;
   const std::int32_t* visible_lens;  // null: `causal` decides
   std::int64_t visible_lens_batch_stride, visible_lens_token_stride;
   bool causal;

@@ -77,8 +77,9 @@ struct QueryRow {
 
 __device__ __forceinline__ QueryRow query_row_at(const CallShape& shape, std::int32_t kv_head,
                                                  std::int32_t query_row) {
-  const std::int32_t token = query_row / shape.heads_per_kv_head;
-  return {token, kv_head * shape.heads_per_kv_head + query_row - token * shape.heads_per_kv_head};
+  const std::int32_t token = shape.heads_per_kv_head.quotient(query_row);
+  const std::int32_t heads = shape.heads_per_kv_head.divisor;
+  return {token, kv_head * heads + query_row - token * heads};
 }
 
 __device__ __forceinline__ std::int64_t out_offset(const CallShape& shape, std::int32_t row,

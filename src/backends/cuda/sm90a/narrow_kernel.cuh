@@ -36,7 +36,10 @@ template <class Traits>
 class NarrowLoader {
  public:
   __device__ __forceinline__ NarrowLoader(const DecodeParams& params, NarrowShared<Traits>& shared)
-      : params_(params), shared_(shared), lane_(threadIdx.x % 32) {}
+      : params_(params),
+        shared_(shared),
+        lane_(threadIdx.x % 32),
+        boxes_(Traits::kTileTokens >> params.k_box_rows_log2) {}
 
   __device__ __forceinline__ void run() {
     EntryWalk walk;
@@ -57,8 +60,6 @@ class NarrowLoader {
   }
 
  private:
-  __device__ __forceinline__ int boxes() const { return Traits::kTileTokens / params_.k_box_rows; }
-
   __device__ __forceinline__ Entry next_tile(EntryWalk& walk, std::int32_t& length) const {
     for (;;) {
       length = walk.length;
@@ -67,32 +68,44 @@ class NarrowLoader {
     }
   }
 
+  // First token of the tile's box `box` of a slice.
+  __device__ __forceinline__ std::int32_t token_of(const Entry& entry, int box) const {
+    return entry.block * Traits::kTileTokens + (box << params_.k_box_rows_log2);
+  }
+
   // Page of this lane's box, or of the one `boxes_further` on; -1, which the copy engine answers
   // with zeros, past the end of the row, where the table may hold anything.
   __device__ __forceinline__ std::int32_t page_of(const Entry& entry, std::int32_t length,
                                                   int boxes_further = 0) const {
-    const std::int32_t token =
-        entry.block * Traits::kTileTokens + (lane_ % boxes() + boxes_further) * params_.k_box_rows;
+    const std::int32_t token = token_of(entry, lane_ % boxes_ + boxes_further);
     if (entry.kind != Entry::kTile || token >= length) return -1;
     return params_.block_table[entry.row * params_.block_table_batch_stride +
-                               (token / params_.page_size) * params_.block_table_page_stride];
+                               params_.page_size.quotient(token) *
+                                   params_.block_table_page_stride];
   }
 
+  // Lane l copies box l of every slice; with boxes of one token, box l + 32 too.
   __device__ __forceinline__ void load_tile(const Entry& entry, std::int32_t length,
                                             std::int32_t page) {
-    // With boxes of one token a lane has two of them.
-    const std::int32_t far_page = boxes() > 32 ? page_of(entry, length, 32) : -1;
+    const std::int32_t far_page = boxes_ > 32 ? page_of(entry, length, 32) : -1;
+    const std::int32_t in_page = params_.page_size.remainder(token_of(entry, lane_));
+    const std::int32_t far_in_page = params_.page_size.remainder(token_of(entry, lane_ + 32));
+    const std::uint32_t row_offset = (lane_ << params_.k_box_rows_log2) * mma::kRowBytes;
+#pragma unroll 1
     for (int slice = 0; slice < Traits::kSlices; ++slice) {
-      ptx::mbarrier_wait(ptx::shared_address(&shared_.empty[position_.slot]), position_.parity ^ 1);
+      ptx::mbarrier_wait(ptx::shared_address(&shared_.empty[position_.slot]),
+                         position_.parity ^ 1);
       const std::uint32_t full = ptx::shared_address(&shared_.full[position_.slot]);
+      const std::uint32_t destination =
+          ptx::shared_address(shared_.slots[position_.slot]) + row_offset;
       if (lane_ == 0) ptx::mbarrier_arrive_expect(full, Traits::kSliceBytes);
       __syncwarp();
-      for (int box = lane_; box < boxes(); box += 32) {
-        const std::int32_t row = box * params_.k_box_rows;
-        ptx::copy_box(ptx::shared_address(shared_.slots[position_.slot]) + row * mma::kRowBytes,
-                      params_.k_map, full, 0,
-                      (entry.block * Traits::kTileTokens + row) % params_.page_size, slice,
-                      blockIdx.y, box < 32 ? page : far_page);
+      if (lane_ < boxes_) {
+        ptx::copy_box(destination, params_.k_map, full, 0, in_page, slice, blockIdx.y, page);
+      }
+      if (boxes_ > 32) {
+        ptx::copy_box(destination + 32 * mma::kRowBytes, params_.k_map, full, 0, far_in_page, slice,
+                      blockIdx.y, far_page);
       }
       position_.advance();
     }
@@ -101,6 +114,7 @@ class NarrowLoader {
   const DecodeParams& params_;
   NarrowShared<Traits>& shared_;
   int lane_;
+  int boxes_;  // of a slice
   SlotPosition<Traits> position_;
 };
 
@@ -147,8 +161,8 @@ class NarrowCompute {
   __device__ __forceinline__ int column(int i) const { return i / 2 * 8 + lane_ % 4 * 2 + i % 2; }
 
   __device__ __forceinline__ std::int32_t visible_of(std::int32_t row, int query_row) const {
-    const std::int32_t token =
-        min(query_row, params_.shape.query_rows - 1) / params_.shape.heads_per_kv_head;
+    const std::int32_t token = params_.shape.heads_per_kv_head.quotient(
+        min(query_row, params_.shape.query_rows - 1));
     return visible_tokens(params_, row, token, row_length(params_.shape, row));
   }
 
@@ -218,9 +232,15 @@ class NarrowCompute {
     synchronise();
   }
 
+  // The ring's position in uniform registers, from which descriptors follow.
+  __device__ __forceinline__ SlotPosition<Traits> uniform_position() const {
+    return {static_cast<int>(ptx::uniform(position_.slot)),
+            static_cast<int>(ptx::uniform(position_.parity))};
+  }
+
   // scores (64 tokens, kQueryRows), not scaled; slice by slice, as they arrive.
   __device__ __forceinline__ void compute_scores(float (&scores)[kScores]) {
-    SlotPosition<Traits> position = position_;
+    SlotPosition<Traits> position = uniform_position();
     ptx::discard_registers(scores);
 #pragma unroll
     for (int slice = 0; slice < Traits::kSlices; ++slice) {
@@ -339,7 +359,7 @@ class NarrowCompute {
   __device__ __forceinline__ void accumulate(bool is_first) {
     const std::uint64_t probabilities =
         mma::rows_descriptor(ptx::shared_address(shared_.probabilities));
-    SlotPosition<Traits> position = position_;
+    SlotPosition<Traits> position = uniform_position();
 #pragma unroll
     for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
       ptx::pin_registers(accumulators_[slice]);

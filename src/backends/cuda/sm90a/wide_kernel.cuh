@@ -77,15 +77,18 @@ class Loader {
     if (entry.kind == Entry::kTile) copy_tile(entry, length, stage, full);
     // The page of the next tile is asked for now, a tile's time before it is needed.
     if (shared_.walk.block < shared_.walk.end_block) {
-      page_ = page_of(shared_.walk.row, shared_.walk.length,
-                      shared_.walk.block * Traits::kTileTokens +
-                          threadIdx.x % 32 % boxes() * params_.k_box_rows);
+      const std::int32_t token =
+          shared_.walk.block * Traits::kTileTokens + first_box() * params_.k_box_rows;
+      page_ = page_of(shared_.walk.row, shared_.walk.length, token);
     }
   }
 
  private:
-  __device__ __forceinline__ int boxes() const {
-    return Traits::kTileTokens / params_.k_box_rows;
+  // A tile is so many boxes a slice; lane l copies those that are l modulo 32, counted through all
+  // slices. The first of them in a slice:
+  __device__ __forceinline__ int boxes_log2() const { return 6 - params_.k_box_rows_log2; }
+  __device__ __forceinline__ int first_box() const {
+    return threadIdx.x % 32 & ((1 << boxes_log2()) - 1);
   }
 
   // Page of a token; -1, which the copy engine answers with zeros, past the end of the row, where
@@ -94,7 +97,8 @@ class Loader {
                                                   std::int32_t token) const {
     if (token >= length) return -1;
     return params_.block_table[row * params_.block_table_batch_stride +
-                               (token / params_.page_size) * params_.block_table_page_stride];
+                               params_.page_size.quotient(token) *
+                                   params_.block_table_page_stride];
   }
 
   __device__ __forceinline__ std::uint32_t box_address(int stage, int slice, int row) const {
@@ -105,14 +109,14 @@ class Loader {
   __device__ __forceinline__ void copy_tile(const Entry& entry, std::int32_t length, int stage,
                                             std::uint32_t full) const {
 #pragma unroll 1
-    for (int i = threadIdx.x % 32; i < boxes() * Traits::kSlices; i += 32) {
-      const int box = i % boxes(), slice = i / boxes();
-      const std::int32_t row = box * params_.k_box_rows;
+    for (int i = threadIdx.x % 32; i < Traits::kSlices << boxes_log2(); i += 32) {
+      const int slice = i >> boxes_log2(), box = i - (slice << boxes_log2());
+      const std::int32_t row = box << params_.k_box_rows_log2;
       const std::int32_t token = entry.block * Traits::kTileTokens + row;
       // With boxes of one token a lane has two of them, and looked up the page of the first.
       const std::int32_t page = box < 32 ? page_ : page_of(entry.row, length, token);
       ptx::copy_box(box_address(stage, slice, row), params_.k_map, full, 0,
-                    token % params_.page_size, slice, Place::kv_head(), page);
+                    params_.page_size.remainder(token), slice, Place::kv_head(), page);
     }
   }
 
@@ -191,7 +195,7 @@ class ScoreRole {
   __device__ __forceinline__ std::int32_t visible_of(std::int32_t row, int tile_row) const {
     const std::int32_t query_row =
         min(Place::first_query_row() + tile_row, params_.shape.query_rows - 1);
-    return visible_tokens(params_, row, query_row / params_.shape.heads_per_kv_head,
+    return visible_tokens(params_, row, params_.shape.heads_per_kv_head.quotient(query_row),
                           row_length(params_.shape, row));
   }
 
@@ -288,9 +292,9 @@ class ScoreRole {
   __device__ __forceinline__ void compute_scores(float (&scores)[kScores], int stage,
                                                  int previous_stage) {
     const std::uint64_t keys =
-        mma::rows_descriptor(ptx::opaque(ptx::shared_address(shared_.stages[stage])));
+        mma::rows_descriptor(ptx::uniform(ptx::shared_address(shared_.stages[stage])));
     const std::uint64_t tail = mma::make_descriptor(
-        ptx::opaque(ptx::shared_address(shared_.query_tail)), 128, 256, mma::Swizzle::kNone);
+        ptx::uniform(ptx::shared_address(shared_.query_tail)), 128, 256, mma::Swizzle::kNone);
     ptx::discard_registers(scores);
     ptx::wgmma_fence();
 #pragma unroll
@@ -508,11 +512,11 @@ class ValueRole {
 
   // accumulators (64 query rows, 256 columns) += P (64, 64 tokens) * V (64 tokens, 256 columns)
   __device__ __forceinline__ void accumulate(int stage, bool is_first) {
-    const std::uint32_t base = ptx::opaque(ptx::shared_address(shared_.stages[stage]));
+    const std::uint32_t base = ptx::uniform(ptx::shared_address(shared_.stages[stage]));
     const std::uint64_t probabilities =
         mma::rows_descriptor(base + Traits::kProbabilitySlice * Traits::kSliceBytes);
     const std::uint64_t values = mma::columns_descriptor(
-        base + warpgroup_ * Traits::kOwnSlices * Traits::kSliceBytes, Traits::kSliceBytes);
+        base + ptx::uniform(warpgroup_) * Traits::kOwnSlices * Traits::kSliceBytes, Traits::kSliceBytes);
     ptx::pin_registers(accumulators_);
     ptx::wgmma_fence();
 #pragma unroll
