@@ -198,6 +198,7 @@ def test_b10_eight_key_value_heads(kernel):
     assert close_out(out[0, 3, 15, 511], 0.200826188)
     assert close_lse(lse[0, 0, 0], 5.691674347)
     assert close_lse(lse[0, 15, 3], 5.763806244)
+    assert agrees_with_float64(inputs, out, lse)
 
 
 def test_b10_a_thousand_query_tokens():
