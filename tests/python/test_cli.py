@@ -294,7 +294,6 @@ def test_bench_measures_memory_beside_a_cache():
 
 
 def test_demo_equals_the_plain_model(tmp_path):
-    pytest.importorskip("tokenizers")
     prompt = tmp_path / "prompt.txt"
     prompt.write_text("In the beginning [/bold] God")
     done = run("demo", "--prompt-file", prompt, "--tokens", 12, "--temperature", 0)
@@ -318,5 +317,4 @@ def test_demo_equals_the_plain_model(tmp_path):
     ],
 )
 def test_demo_refuses(refusal, options, message):
-    pytest.importorskip("tokenizers")
     assert message in refusal("demo", *options)

@@ -47,7 +47,7 @@ def test_is_quiet():
 
 
 def test_imports_nothing_of_the_command_line():
-    heavy = "typer rich matplotlib tokenizers safetensors"
+    heavy = "typer rich matplotlib safetensors"
     code = (
         f"import sys, torch; before = set(sys.modules); import flashmla; "
         f"print([m for m in {heavy.split()!r} if m in set(sys.modules) - before])"

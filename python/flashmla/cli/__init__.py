@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import os
 import sys
 
 
 def main() -> None:
     """Entry point. Ends with 0; 1 for a failed check or wrong input; 2 for wrong usage; 130."""
-    # Before torch starts its threads: what is printed should not depend on a spinning pool.
-    os.environ.setdefault("OMP_WAIT_POLICY", "passive")
     try:
         import typer
 

@@ -16,7 +16,7 @@ from flashmla.cli.console import Failure, console, require_support
 def run(
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
     prompt_file: Annotated[
-        Path | None, typer.Option(help="A text file to continue; its end is used when too long.")
+        Path | None, typer.Option(help="A text file to continue.")
     ] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.7,
@@ -30,14 +30,12 @@ def run(
     A plain PyTorch model with the same weights, unabsorbed and unpaged, runs beside it; each token
     must be the one that it would have written.
     """
-    try:
-        from flashmla.demo.generate import PROMPT, Summary, generate
-    except ImportError as error:
-        raise Failure(
-            f"{error}; install the demo's packages: pip install 'flashmla[demo]'"
-        ) from None
+    from flashmla.demo.generate import PROMPT, Summary, generate
 
     require_support("cpu")
+    # The model is so small that waking a second thread costs more than it gives, and on a busy
+    # machine threads that wait for each other take minutes.
+    torch.set_num_threads(1)
     dtypes = {"float32": torch.float32, "bfloat16": torch.bfloat16}
     if dtype not in dtypes:
         raise Failure(f"--dtype is {dtype}; it must be float32 or bfloat16")
