@@ -205,14 +205,14 @@ CallShape call_shape(const Problem& problem, void* workspace) {
 
 Status fill_params(DecodeParams& params, const Problem& problem, void* workspace) {
   params.shape = call_shape(problem, workspace);
-  params.q_box_rows = std::gcd(problem.heads_per_kv_head(), kTileRows);
-  params.k_box_rows = std::gcd(problem.page_size, kBlockTokens);
-  params.k_box_rows_log2 = std::countr_zero(static_cast<std::uint32_t>(params.k_box_rows));
-  if (Status status =
-          encode_map(params.q_map, problem.dtype, problem.q, problem.head_dim,
-                     {problem.num_heads_q, problem.seq_len_q, problem.batch},
-                     {problem.q_head_stride, problem.q_token_stride, problem.q_batch_stride},
-                     params.q_box_rows);
+  const std::int32_t q_box_rows = std::gcd(problem.heads_per_kv_head(), kTileRows);
+  const std::int32_t k_box_rows = std::gcd(problem.page_size, kBlockTokens);
+  params.q_box_rows_log2 = std::countr_zero(static_cast<std::uint32_t>(q_box_rows));
+  params.k_box_rows_log2 = std::countr_zero(static_cast<std::uint32_t>(k_box_rows));
+  if (Status status = encode_map(
+          params.q_map, problem.dtype, problem.q, problem.head_dim,
+          {problem.num_heads_q, problem.seq_len_q, problem.batch},
+          {problem.q_head_stride, problem.q_token_stride, problem.q_batch_stride}, q_box_rows);
       !status.ok()) {
     return status;
   }
@@ -222,7 +222,7 @@ Status fill_params(DecodeParams& params, const Problem& problem, void* workspace
           {has_pages ? problem.page_size : 1, problem.num_heads_k,
            has_pages ? problem.num_blocks : 1},
           {problem.k_token_stride, problem.k_head_stride, problem.k_block_stride},
-          has_pages ? params.k_box_rows : 1);
+          has_pages ? k_box_rows : 1);
       !status.ok()) {
     return status;
   }

@@ -12,14 +12,14 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr int kBlocksAMultiprocessor = 3;
-constexpr int kColumns = 64;  // two a lane
+constexpr int kColumns = 64;        // two a lane
 constexpr int kLoadsInFlight = 16;  // of a lane
 
 // Shared memory of a combine block, ints. Everything is indexed by slot of the partial results.
 struct CombineShared {
   std::int32_t* fragment_row;  // (2 * num_parts): the row whose fragment the slot holds, or -1
-  std::int32_t* merged;        // (2 * num_parts): rows to merge, in slot order of their first block
-  std::int32_t* slots;         // (kWarps, num_parts): a warp's list of one row's slots
+  std::int32_t* merged;  // (2 * num_parts): rows to merge, in an order that all blocks agree on
+  std::int32_t* slots;   // (kWarps, num_parts): a warp's list of one row's slots
 };
 
 __device__ CombineShared carve(std::int32_t* memory, std::int32_t num_parts) {
@@ -32,33 +32,40 @@ __device__ std::int32_t list_fragments(const CallShape& shape, const CombineShar
   __shared__ std::int32_t warp_count[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   std::int32_t listed = 0;
-  for (std::int32_t base = 0; base < 2 * shape.num_parts; base += kThreads) {
-    const std::int32_t slot = base + threadIdx.x;
-    std::int32_t row = -1;
-    bool is_first = false;
-    if (slot < 2 * shape.num_parts) {
-      const Part part = read_part(shape, slot / 2);
-      const bool has_row =
-          slot % 2 == 0 ? part.begin_row <= part.end_row : part.begin_row < part.end_row;
-      if (has_row) {
-        const std::int32_t candidate = slot % 2 == 0 ? part.begin_row : part.end_row;
-        const Share share = share_of_row(part, candidate, row_length(shape, candidate));
-        if (share.is_fragment()) {
-          row = candidate;
-          is_first = share.begin_block == 0;
+  for (std::int32_t base = 0; base < shape.num_parts; base += kThreads) {
+    const std::int32_t index = base + threadIdx.x;
+    std::int32_t rows[2] = {-1, -1};  // of which the part leaves a fragment
+    bool is_first[2] = {false, false};
+    if (index < shape.num_parts) {
+      const Part part = read_part(shape, index);
+      if (part.begin_row <= part.end_row) {
+        const std::int32_t candidates[2] = {part.begin_row, part.end_row};
+        const std::int32_t lengths[2] = {row_length(shape, part.begin_row),
+                                         row_length(shape, part.end_row)};
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          if (i == 1 && part.begin_row == part.end_row) continue;
+          const Share share = share_of_row(part, candidates[i], lengths[i]);
+          if (!share.is_fragment()) continue;
+          rows[i] = candidates[i];
+          is_first[i] = share.begin_block == 0;
         }
       }
-      shared.fragment_row[slot] = row;
+      shared.fragment_row[2 * index] = rows[0];
+      shared.fragment_row[2 * index + 1] = rows[1];
     }
-    const std::uint32_t first_lanes = __ballot_sync(~0u, is_first);
-    if (lane == 0) warp_count[warp] = __popc(first_lanes);
+    const std::uint32_t begins = __ballot_sync(~0u, is_first[0]);
+    const std::uint32_t ends = __ballot_sync(~0u, is_first[1]);
+    if (lane == 0) warp_count[warp] = __popc(begins) + __popc(ends);
     __syncthreads();
     std::int32_t before = listed;
     for (int i = 0; i < kWarps; ++i) {
       if (i < warp) before += warp_count[i];
       listed += warp_count[i];
     }
-    if (is_first) shared.merged[before + __popc(first_lanes & ((1u << lane) - 1))] = row;
+    const std::uint32_t lower = (1u << lane) - 1;
+    if (is_first[0]) shared.merged[before + __popc(begins & lower)] = rows[0];
+    if (is_first[1]) shared.merged[before + __popc(begins) + __popc(ends & lower)] = rows[1];
     __syncthreads();
   }
   return listed;
@@ -92,12 +99,12 @@ __device__ void store_pair(const CallShape& shape, Element* destination, float l
   }
 }
 
-// kChunks * 64 columns of one query row of one merged row an item; kTeamWarps warps divide its parts.
-// Lane l holds columns 64 * chunk + 2 * l + {0, 1}.
+// kChunks * 64 columns of one query row of one merged row an item; kTeamWarps warps divide its
+// parts. Lane l holds columns 64 * chunk + 2 * l + {0, 1}.
 template <class Element, int kTeamWarps, int kChunks>
 __device__ void merge_items(const CallShape& shape, std::int32_t head_dim_v,
                             const CombineShared& shared, std::int32_t num_merged) {
-  __shared__ float2 team_sums[kTeamWarps > 1 ? kWarps : 1][kTeamWarps > 1 ? 32 : 1];
+  __shared__ float2 team_sums[kTeamWarps > 1 ? kWarps : 1][kChunks][kTeamWarps > 1 ? 32 : 1];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, member = warp % kTeamWarps;
   constexpr int kTeams = kWarps / kTeamWarps;
   constexpr int kParts = kLoadsInFlight / kChunks;  // read at once
@@ -120,59 +127,67 @@ __device__ void merge_items(const CallShape& shape, std::int32_t head_dim_v,
       listed_row = row;
     }
 
+    // Parts base to base + kParts - 1, those past the end read again as the last. The first are
+    // asked for before the weights are known.
+    float2 values[kParts][kChunks];
+    const auto load = [&](std::int32_t base) {
+#pragma unroll
+      for (int j = 0; j < kParts; ++j) {
+        const float2* source = reinterpret_cast<const float2*>(
+            shape.partial_out +
+            partial_index(shape, list[min(base + j, count - 1)], kv_head, query_row) * head_dim_v +
+            piece * (kChunks * kColumns) + lane * 2);
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          values[j][chunk] = source[chunk * (kColumns / 2)];
+        }
+      }
+    };
+    load(member * kParts);
+
     const auto lse_of = [&](std::int32_t i) {
       const float lse = shape.partial_lse[partial_index(shape, list[i], kv_head, query_row)];
       return isinf(lse) ? -kInfinity : lse;
     };
     float largest = -kInfinity;
+#pragma unroll 4
     for (std::int32_t i = lane; i < count; i += 32) largest = fmaxf(largest, lse_of(i));
     for (int lanes = 1; lanes < 32; lanes *= 2) {
       largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
     }
     const bool is_empty = largest == -kInfinity;
     float sum = 0.0f;
+#pragma unroll 4
+    for (std::int32_t i = lane; i < count && !is_empty; i += 32) sum += expf(lse_of(i) - largest);
+    for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
+
     float2 total[kChunks] = {};
-    // Lane l weighs part base + l; the parts of this warp are every kTeamWarps-th.
-    for (std::int32_t base = 0; base < count && !is_empty; base += 32) {
-      const float weight = base + lane < count ? expf(lse_of(base + lane) - largest) : 0.0f;
-      sum += weight;
-      const int here = min(count - base, 32);
-      for (int i = member; i < here; i += kTeamWarps * kParts) {
-        float2 values[kParts][kChunks];
+    for (std::int32_t base = member * kParts; base < count && !is_empty;
+         base += kTeamWarps * kParts) {
+      if (base > member * kParts) load(base);
+      const float weight =
+          lane < kParts && base + lane < count ? expf(lse_of(base + lane) - largest) : 0.0f;
 #pragma unroll
-        for (int j = 0; j < kParts; ++j) {
-          const int index = min(i + j * kTeamWarps, here - 1);  // its weight is 0 if past the end
-          const float2* source = reinterpret_cast<const float2*>(
-              shape.partial_out +
-              partial_index(shape, list[base + index], kv_head, query_row) * head_dim_v +
-              piece * (kChunks * kColumns) + lane * 2);
+      for (int j = 0; j < kParts; ++j) {
+        const float part_weight = __shfl_sync(~0u, weight, j);
 #pragma unroll
-          for (int chunk = 0; chunk < kChunks; ++chunk) {
-            values[j][chunk] = source[chunk * (kColumns / 2)];
-          }
-        }
-#pragma unroll
-        for (int j = 0; j < kParts; ++j) {
-          const int index = i + j * kTeamWarps;
-          const float shuffled = __shfl_sync(~0u, weight, index % 32);
-          const float part_weight = index < here ? shuffled : 0.0f;
-#pragma unroll
-          for (int chunk = 0; chunk < kChunks; ++chunk) {
-            total[chunk].x = fmaf(part_weight, values[j][chunk].x, total[chunk].x);
-            total[chunk].y = fmaf(part_weight, values[j][chunk].y, total[chunk].y);
-          }
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          total[chunk].x = fmaf(part_weight, values[j][chunk].x, total[chunk].x);
+          total[chunk].y = fmaf(part_weight, values[j][chunk].y, total[chunk].y);
         }
       }
     }
-    for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
     if constexpr (kTeamWarps > 1) {
-      static_assert(kChunks == 1);
-      team_sums[warp][lane] = total[0];
+#pragma unroll
+      for (int chunk = 0; chunk < kChunks; ++chunk) team_sums[warp][chunk][lane] = total[chunk];
       __syncthreads();
       if (member == 0) {
-        for (int i = 1; i < kTeamWarps; ++i) {
-          total[0].x += team_sums[warp + i][lane].x;
-          total[0].y += team_sums[warp + i][lane].y;
+#pragma unroll
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          for (int i = 1; i < kTeamWarps; ++i) {
+            total[chunk].x += team_sums[warp + i][chunk][lane].x;
+            total[chunk].y += team_sums[warp + i][chunk][lane].y;
+          }
         }
       }
       __syncthreads();
@@ -202,11 +217,14 @@ __global__ void __launch_bounds__(kThreads)
   ptx::wait_for_previous_grid();
   ptx::allow_next_grid();
   if (num_merged == 0) return;
-  const std::int64_t items = static_cast<std::int64_t>(num_merged) * shape.num_heads_k *
-                             shape.query_rows * (head_dim_v / kColumns);
-  // Few items: a block each, so that many parts are read at once. Many: a warp each.
-  if (items < static_cast<std::int64_t>(gridDim.x) * kWarps) {
+  // Few query rows: a block for 64 columns of each, or 256, so that many parts are read at once.
+  // Many: a warp each.
+  const std::int64_t rows =
+      static_cast<std::int64_t>(num_merged) * shape.num_heads_k * shape.query_rows;
+  if (rows * (head_dim_v / kColumns) <= gridDim.x) {
     merge_items<Element, kWarps, 1>(shape, head_dim_v, shared, num_merged);
+  } else if (rows < std::int64_t{2} * gridDim.x) {
+    merge_items<Element, kWarps, 4>(shape, head_dim_v, shared, num_merged);
   } else {
     merge_items<Element, 1, 8>(shape, head_dim_v, shared, num_merged);
   }

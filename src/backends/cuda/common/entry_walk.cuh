@@ -13,20 +13,21 @@ struct Entry {
   Kind kind;
   std::int32_t row;
   std::int32_t block;   // tile: of the row
-  std::int32_t detail;  // tile: kFirst | kLast of its share; query: slot of the partials, -1: whole
+  std::int32_t detail;  // tile: flags, of its share; query: slot of the partials, -1: whole
+  std::int32_t length;  // of the row
 
   static constexpr std::int32_t kFirst = 1;
   static constexpr std::int32_t kLast = 2;
+  static constexpr std::int32_t kRescale = 4;  // added when the tile's softmax asks for it
 };
 
 // Where a part's walk stands.
 struct EntryWalk {
-  std::int32_t row, length, next_length;
-  std::int32_t begin_block;  // at which the row begins
+  std::int32_t row, length;
+  std::int32_t begin_block;  // at which the row's share begins
   std::int32_t end_row, last_end_block;
   std::int32_t block, end_block;  // the row's tiles still to come; none: equal
   std::int32_t slot;              // of the next fragment's partials
-  std::int32_t flags;             // kFirst before the first tile of a row
 };
 
 // Lists, in order: for each row that the part walks, its queries, then its tiles; an entry without
@@ -39,25 +40,22 @@ __device__ __forceinline__ void begin_walk(EntryWalk& walk, const CallShape& sha
   walk.end_row = part.end_row;
   walk.last_end_block = part.end_block;
   walk.length = part.begin_row <= part.end_row ? row_length(shape, part.begin_row) : 0;
-  walk.next_length = part.begin_row < part.end_row ? row_length(shape, part.begin_row + 1) : 0;
   walk.block = walk.end_block = 0;
   walk.slot = 2 * part_index;
 }
 
-// The length of the row after next is asked for here, a row before it is needed.
 __device__ __forceinline__ void step_row(EntryWalk& walk, const CallShape& shape) {
   const std::int32_t row = ++walk.row;
   walk.begin_block = 0;
   walk.slot |= 1;
-  walk.length = walk.next_length;
-  if (row < walk.end_row) walk.next_length = row_length(shape, row + 1);
+  if (row <= walk.end_row) walk.length = row_length(shape, row);
 }
 
 __device__ __forceinline__ Entry next_entry(EntryWalk& walk, const CallShape& shape) {
   const std::int32_t block = walk.block;
   if (block < walk.end_block) {
-    Entry entry{Entry::kTile, walk.row, block, walk.flags};
-    walk.flags = 0;
+    Entry entry{Entry::kTile, walk.row, block, block == walk.begin_block ? Entry::kFirst : 0,
+                walk.length};
     walk.block = block + 1;
     if (block + 1 == walk.end_block) {
       entry.detail |= Entry::kLast;
@@ -72,13 +70,12 @@ __device__ __forceinline__ Entry next_entry(EntryWalk& walk, const CallShape& sh
     if (share.begin_block < share.end_block) {
       walk.block = share.begin_block;
       walk.end_block = share.end_block;
-      walk.flags = Entry::kFirst;
-      return {Entry::kQuery, row, 0, share.is_whole() ? -1 : walk.slot};
+      return {Entry::kQuery, row, 0, share.is_whole() ? -1 : walk.slot, walk.length};
     }
     step_row(walk, shape);
-    if (share.is_whole()) return {Entry::kEmptyRow, row, 0, 0};
+    if (share.is_whole()) return {Entry::kEmptyRow, row, 0, 0, 0};
   }
-  return {Entry::kEnd, 0, 0, 0};
+  return {Entry::kEnd, 0, 0, 0, 0};
 }
 
 }  // namespace flashmla::cuda

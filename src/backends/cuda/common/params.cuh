@@ -26,7 +26,8 @@ struct Divisor {
 
 #if defined(__CUDACC__)
   __device__ __forceinline__ std::int32_t quotient(std::int32_t n) const {
-    return static_cast<std::int32_t>(__umulhi(2u * static_cast<std::uint32_t>(n), multiplier) >> shift);
+    return static_cast<std::int32_t>(__umulhi(2u * static_cast<std::uint32_t>(n), multiplier) >>
+                                     shift);
   }
   __device__ __forceinline__ std::int32_t remainder(std::int32_t n) const {
     return n - quotient(n) * divisor;

@@ -69,9 +69,9 @@ __device__ __forceinline__ std::uint32_t opaque(std::uint32_t value) {
   return value;
 }
 
-// A value that all lanes share, as the compiler can see it: descriptors derived from it are computed
-// in uniform registers, where wgmma reads them. It also keeps them from being computed before a loop
-// and kept, in local memory.
+// A value that all lanes share, as the compiler can see it: descriptors derived from it are
+// computed in uniform registers, where wgmma reads them. It also keeps them from being computed
+// before a loop and kept, in local memory.
 __device__ __forceinline__ std::uint32_t uniform(std::uint32_t value) {
   return __shfl_sync(~0u, value, 0);
 }

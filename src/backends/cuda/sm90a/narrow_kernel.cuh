@@ -80,8 +80,7 @@ class NarrowLoader {
     const std::int32_t token = token_of(entry, lane_ % boxes_ + boxes_further);
     if (entry.kind != Entry::kTile || token >= length) return -1;
     return params_.block_table[entry.row * params_.block_table_batch_stride +
-                               params_.page_size.quotient(token) *
-                                   params_.block_table_page_stride];
+                               params_.page_size.quotient(token) * params_.block_table_page_stride];
   }
 
   // Lane l copies box l of every slice; with boxes of one token, box l + 32 too.
@@ -93,8 +92,7 @@ class NarrowLoader {
     const std::uint32_t row_offset = (lane_ << params_.k_box_rows_log2) * mma::kRowBytes;
 #pragma unroll 1
     for (int slice = 0; slice < Traits::kSlices; ++slice) {
-      ptx::mbarrier_wait(ptx::shared_address(&shared_.empty[position_.slot]),
-                         position_.parity ^ 1);
+      ptx::mbarrier_wait(ptx::shared_address(&shared_.empty[position_.slot]), position_.parity ^ 1);
       const std::uint32_t full = ptx::shared_address(&shared_.full[position_.slot]);
       const std::uint32_t destination =
           ptx::shared_address(shared_.slots[position_.slot]) + row_offset;
@@ -142,7 +140,7 @@ class NarrowCompute {
         write_empty(entry.row);
         continue;
       }
-      start_row(entry.row);
+      start_row(entry);
       Entry tile;
       do {
         tile = next_entry(walk, params_.shape);
@@ -160,35 +158,48 @@ class NarrowCompute {
   // Column of the products that head `i` of this thread is: the query row.
   __device__ __forceinline__ int column(int i) const { return i / 2 * 8 + lane_ % 4 * 2 + i % 2; }
 
-  __device__ __forceinline__ std::int32_t visible_of(std::int32_t row, int query_row) const {
-    const std::int32_t token = params_.shape.heads_per_kv_head.quotient(
-        min(query_row, params_.shape.query_rows - 1));
-    return visible_tokens(params_, row, token, row_length(params_.shape, row));
+  __device__ __forceinline__ std::int32_t visible_of(const Entry& entry, int query_row) const {
+    const std::int32_t token =
+        params_.shape.heads_per_kv_head.quotient(min(query_row, params_.shape.query_rows - 1));
+    return visible_tokens(params_, entry.row, token, entry.length);
   }
 
   // Queries of the row into shared memory, rows that are missing as zeros.
-  __device__ __forceinline__ void start_row(std::int32_t row) {
-    first_masked_block_ = visible_of(row, 0) / Traits::kTileTokens;
+  __device__ __forceinline__ void start_row(const Entry& entry) {
+    first_masked_block_ = visible_of(entry, 0) / Traits::kTileTokens;
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       reference_[i] = kNoReference;
       sum_[i] = 0.0f;
     }
-    constexpr int kChunks = Traits::kHeadDim / 8;                     // of 16 bytes, in a query row
-    constexpr int kLoadsInFlight = Traits::kQueryRows == 16 ? 9 : 4;  // of a thread
-    const Element* q = static_cast<const Element*>(params_.q) + row * params_.q_batch_stride;
-#pragma unroll kLoadsInFlight
-    for (int i = threadIdx.x; i < Traits::kQueryRows * kChunks; i += Traits::kComputeThreads) {
-      const int query_row = i / kChunks, chunk = i % kChunks;
-      uint4 value{0, 0, 0, 0};
-      if (query_row < params_.shape.query_rows) {
-        const QueryRow query = query_row_at(params_.shape, blockIdx.y, query_row);
-        value = *reinterpret_cast<const uint4*>(q + query.token * params_.q_token_stride +
-                                                query.head * params_.q_head_stride + chunk * 8);
+    constexpr int kChunks = Traits::kHeadDim / 8;  // of 16 bytes, in a query row
+    constexpr int kCount = Traits::kQueryRows * kChunks / Traits::kComputeThreads;  // of a thread
+    constexpr int kInFlight = Traits::kQueryRows == 16 ? kCount : kCount / 2;
+    static_assert(Traits::kQueryRows * kChunks % Traits::kComputeThreads == 0);
+    const Element* q = static_cast<const Element*>(params_.q) + entry.row * params_.q_batch_stride;
+#pragma unroll 1
+    for (int begin = 0; begin < kCount; begin += kInFlight) {
+      uint4 values[kInFlight];
+#pragma unroll
+      for (int j = 0; j < kInFlight; ++j) {
+        const int i = (begin + j) * Traits::kComputeThreads + threadIdx.x;
+        const int query_row = i / kChunks;
+        values[j] = uint4{0, 0, 0, 0};
+        if (query_row < params_.shape.query_rows) {
+          const QueryRow query = query_row_at(params_.shape, blockIdx.y, query_row);
+          values[j] =
+              *reinterpret_cast<const uint4*>(q + query.token * params_.q_token_stride +
+                                              query.head * params_.q_head_stride + i % kChunks * 8);
+        }
       }
-      ptx::store_shared_16(
-          ptx::shared_address(shared_.query[chunk / 8]) + mma::chunk_offset(query_row, chunk % 8),
-          value);
+#pragma unroll
+      for (int j = 0; j < kInFlight; ++j) {
+        const int i = (begin + j) * Traits::kComputeThreads + threadIdx.x;
+        const int query_row = i / kChunks, chunk = i % kChunks;
+        ptx::store_shared_16(
+            ptx::shared_address(shared_.query[chunk / 8]) + mma::chunk_offset(query_row, chunk % 8),
+            values[j]);
+      }
     }
     ptx::fence_async_proxy();
     synchronise();
@@ -216,7 +227,7 @@ class NarrowCompute {
   // product, where 0 times NaN is NaN.
   __device__ __forceinline__ void clear_unseen(const Entry& tile) {
     const std::int32_t seen =
-        max(visible_of(tile.row, Traits::kQueryRows - 1) - tile.block * Traits::kTileTokens, 0);
+        max(visible_of(tile, Traits::kQueryRows - 1) - tile.block * Traits::kTileTokens, 0);
     if (seen >= Traits::kTileTokens) return;
     SlotPosition<Traits> position = position_;
     for (int slice = 0; slice < Traits::kSlices; ++slice) {
@@ -297,7 +308,7 @@ class NarrowCompute {
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       const int low = i / 2 * 4 + i % 2, high = low + 2;
-      const std::int32_t visible = visible_of(tile.row, column(i));
+      const std::int32_t visible = visible_of(tile, column(i));
       sees_low[i] = token < visible;
       sees_high[i] = token + 8 < visible;
       maximum[i] = reference_[i];

@@ -57,48 +57,57 @@ class Loader {
   __device__ __forceinline__ void start() {
     if (threadIdx.x % 32 == 0) begin_walk(shared_.walk, params_.shape, Place::part());
 #pragma unroll 1
-    for (int stage = 0; stage < Traits::kStages; ++stage) load_next(stage);
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      prepare();
+      load(stage);
+    }
   }
 
-  // Fills a free stage with the next entry. All 32 lanes.
-  __device__ __forceinline__ void load_next(int stage) {
+  // Finds the next entry and asks for its page. All 32 lanes. Done while a product runs, so that
+  // nothing but the copies stands between a stage becoming free and its next load.
+  __device__ __forceinline__ void prepare() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) shared_.next = next_entry(shared_.walk, params_.shape);
+    __syncwarp();
+    if (shared_.next.kind == Entry::kTile) {
+      page_ = page_of(shared_.next, shared_.next.block * Traits::kTileTokens +
+                                        (first_box() << params_.k_box_rows_log2));
+    }
+  }
+
+  // Fills a free stage with the prepared entry. All 32 lanes.
+  __device__ __forceinline__ void load(int stage) {
     const std::uint32_t full = ptx::shared_address(&shared_.full[stage]);
-    const std::int32_t length = shared_.walk.length;  // of the tile's row, before the walk moves on
-    __syncwarp();
+    const std::uint32_t full_rest = ptx::shared_address(&shared_.full_rest[stage]);
+    const Entry entry = shared_.next;
     if (threadIdx.x % 32 == 0) {
-      const Entry next = next_entry(shared_.walk, params_.shape);
-      shared_.entries[stage] = next;
-      const bool has_data = next.kind == Entry::kTile || next.kind == Entry::kQuery;
-      ptx::mbarrier_arrive_expect(full, has_data ? Traits::kSlices * Traits::kSliceBytes : 0);
+      shared_.entries[stage] = entry;
+      const bool has_data = entry.kind == Entry::kTile || entry.kind == Entry::kQuery;
+      ptx::mbarrier_arrive_expect(full, has_data ? Traits::kFirstSlices * Traits::kSliceBytes : 0);
+      ptx::mbarrier_arrive_expect(
+          full_rest, has_data ? (Traits::kSlices - Traits::kFirstSlices) * Traits::kSliceBytes : 0);
     }
     __syncwarp();
-    const Entry entry = shared_.entries[stage];
-    if (entry.kind == Entry::kQuery) copy_query(entry.row, stage, full);
-    if (entry.kind == Entry::kTile) copy_tile(entry, length, stage, full);
-    // The page of the next tile is asked for now, a tile's time before it is needed.
-    if (shared_.walk.block < shared_.walk.end_block) {
-      const std::int32_t token =
-          shared_.walk.block * Traits::kTileTokens + first_box() * params_.k_box_rows;
-      page_ = page_of(shared_.walk.row, shared_.walk.length, token);
-    }
+    if (entry.kind == Entry::kTile) copy_tile(entry, stage, full, full_rest);
+    if (entry.kind == Entry::kQuery) copy_query(entry.row, stage, full, full_rest);
   }
 
  private:
   // A tile is so many boxes a slice; lane l copies those that are l modulo 32, counted through all
   // slices. The first of them in a slice:
-  __device__ __forceinline__ int boxes_log2() const { return 6 - params_.k_box_rows_log2; }
+  __device__ __forceinline__ int boxes_log2() const {
+    return 6 - params_.k_box_rows_log2;
+  }
   __device__ __forceinline__ int first_box() const {
     return threadIdx.x % 32 & ((1 << boxes_log2()) - 1);
   }
 
   // Page of a token; -1, which the copy engine answers with zeros, past the end of the row, where
   // the table may hold anything.
-  __device__ __forceinline__ std::int32_t page_of(std::int32_t row, std::int32_t length,
-                                                  std::int32_t token) const {
-    if (token >= length) return -1;
-    return params_.block_table[row * params_.block_table_batch_stride +
-                               params_.page_size.quotient(token) *
-                                   params_.block_table_page_stride];
+  __device__ __forceinline__ std::int32_t page_of(const Entry& entry, std::int32_t token) const {
+    if (token >= entry.length) return -1;
+    return params_.block_table[entry.row * params_.block_table_batch_stride +
+                               params_.page_size.quotient(token) * params_.block_table_page_stride];
   }
 
   __device__ __forceinline__ std::uint32_t box_address(int stage, int slice, int row) const {
@@ -106,30 +115,33 @@ class Loader {
            row * mma::kRowBytes;
   }
 
-  __device__ __forceinline__ void copy_tile(const Entry& entry, std::int32_t length, int stage,
-                                            std::uint32_t full) const {
+  __device__ __forceinline__ void copy_tile(const Entry& entry, int stage, std::uint32_t full,
+                                            std::uint32_t full_rest) const {
 #pragma unroll 1
     for (int i = threadIdx.x % 32; i < Traits::kSlices << boxes_log2(); i += 32) {
       const int slice = i >> boxes_log2(), box = i - (slice << boxes_log2());
       const std::int32_t row = box << params_.k_box_rows_log2;
       const std::int32_t token = entry.block * Traits::kTileTokens + row;
       // With boxes of one token a lane has two of them, and looked up the page of the first.
-      const std::int32_t page = box < 32 ? page_ : page_of(entry.row, length, token);
-      ptx::copy_box(box_address(stage, slice, row), params_.k_map, full, 0,
+      const std::int32_t page = box < 32 ? page_ : page_of(entry, token);
+      ptx::copy_box(box_address(stage, slice, row), params_.k_map,
+                    slice < Traits::kFirstSlices ? full : full_rest, 0,
                     params_.page_size.remainder(token), slice, Place::kv_head(), page);
     }
   }
 
-  __device__ __forceinline__ void copy_query(std::int32_t batch_row, int stage,
-                                             std::uint32_t full) const {
-    const int query_boxes = Traits::kTileRows / params_.q_box_rows;
+  __device__ __forceinline__ void copy_query(std::int32_t batch_row, int stage, std::uint32_t full,
+                                             std::uint32_t full_rest) const {
+    const int boxes_log2 = 6 - params_.q_box_rows_log2;  // of a slice
 #pragma unroll 1
-    for (int i = threadIdx.x % 32; i < query_boxes * Traits::kSlices; i += 32) {
-      const int row = i % query_boxes * params_.q_box_rows, slice = i / query_boxes;
+    for (int i = threadIdx.x % 32; i < Traits::kSlices << boxes_log2; i += 32) {
+      const int slice = i >> boxes_log2;
+      const int row = (i - (slice << boxes_log2)) << params_.q_box_rows_log2;
       // Rows past the last query lie at a token past the end and arrive as zeros.
       const QueryRow query =
           query_row_at(params_.shape, Place::kv_head(), Place::first_query_row() + row);
-      ptx::copy_box(box_address(stage, slice, row), params_.q_map, full, 0, query.head, slice,
+      ptx::copy_box(box_address(stage, slice, row), params_.q_map,
+                    slice < Traits::kFirstSlices ? full : full_rest, 0, query.head, slice,
                     query.token, batch_row);
     }
   }
@@ -165,7 +177,8 @@ class ScoreRole {
       if (entry.kind == Entry::kQuery) {
         row = entry.row;
         slot = entry.detail;
-        start_row(row, position.stage);
+        ptx::mbarrier_wait(address(shared_.full_rest[position.stage]), position.parity);
+        start_row(entry, position.stage);
       } else if (entry.kind == Entry::kEmptyRow) {
         write_empty_lse(entry.row);
       }
@@ -192,16 +205,16 @@ class ScoreRole {
 
   // How many tokens a query row of the block sees. Asked again where it is needed: registers are
   // short, and only the first and the last tiles of a row ask.
-  __device__ __forceinline__ std::int32_t visible_of(std::int32_t row, int tile_row) const {
+  __device__ __forceinline__ std::int32_t visible_of(const Entry& entry, int tile_row) const {
     const std::int32_t query_row =
         min(Place::first_query_row() + tile_row, params_.shape.query_rows - 1);
-    return visible_tokens(params_, row, params_.shape.heads_per_kv_head.quotient(query_row),
-                          row_length(params_.shape, row));
+    return visible_tokens(params_, entry.row, params_.shape.heads_per_kv_head.quotient(query_row),
+                          entry.length);
   }
 
   // Takes the queries out of the stage: kRegisterSteps into registers, the rest into the tail.
-  __device__ __forceinline__ void start_row(std::int32_t row, int stage) {
-    first_masked_block_ = visible_of(row, 0) / Traits::kTileTokens;
+  __device__ __forceinline__ void start_row(const Entry& entry, int stage) {
+    first_masked_block_ = visible_of(entry, 0) / Traits::kTileTokens;
     reference_[0] = reference_[1] = kNoReference;
     sum_[0] = sum_[1] = 0.0f;
 
@@ -231,22 +244,25 @@ class ScoreRole {
   }
 
   __device__ __forceinline__ void run_tiles(RingPosition<Traits>& position) {
-    int previous_stage = -1;  // whose value product waits for this tile's scores
+    bool opens_gate = false;  // the value product of the tile before waits for this one's scores
     std::int32_t detail;
     do {
       ptx::mbarrier_wait(address(shared_.full[position.stage]), position.parity);
       const Entry entry = shared_.entries[position.stage];
       detail = entry.detail;
       const bool is_masked = entry.block >= first_masked_block_;
-      if (is_masked) clear_unseen(entry, position.stage);
+      if (is_masked) {
+        ptx::mbarrier_wait(address(shared_.full_rest[position.stage]), position.parity);
+        clear_unseen(entry, position.stage);
+      }
       bool exact = is_masked || (detail & Entry::kFirst) != 0;
 
       float scores[kScores];
       std::uint32_t packed[kScores / 2];
       bool rescale = false;
       for (;;) {
-        compute_scores(scores, position.stage, previous_stage);
-        previous_stage = -1;
+        compute_scores(scores, position, opens_gate);
+        opens_gate = false;
         if (exact) {
           rescale = exact_softmax(scores, packed, entry, position.stage);
           break;
@@ -255,16 +271,16 @@ class ScoreRole {
         exact = fast_softmax(scores, packed);
         if (!exact) break;
       }
-      if (threadIdx.x == 0) shared_.rescale[position.stage] = rescale;
+      // All warps have read the entry: they have met since.
+      if (rescale && threadIdx.x == 0) {
+        shared_.entries[position.stage].detail = detail | Entry::kRescale;
+      }
       store_probabilities(packed, position.stage);
       ptx::fence_async_proxy();
       __syncwarp();
       arrive(shared_.ready[position.stage]);
-      if ((detail & Entry::kLast) != 0) {
-        arrive(shared_.gate[position.stage]);
-      } else {
-        previous_stage = position.stage;
-      }
+      opens_gate = (detail & Entry::kLast) == 0;
+      if (!opens_gate) arrive(shared_.gate[position.stage]);
       position.advance();
     } while ((detail & Entry::kLast) == 0);
   }
@@ -273,7 +289,7 @@ class ScoreRole {
   // not reach a product, where 0 times NaN is NaN.
   __device__ __forceinline__ void clear_unseen(const Entry& entry, int stage) {
     const std::int32_t seen =
-        max(visible_of(entry.row, Traits::kTileRows - 1) - entry.block * Traits::kTileTokens, 0);
+        max(visible_of(entry, Traits::kTileRows - 1) - entry.block * Traits::kTileTokens, 0);
     if (seen >= Traits::kTileTokens) return;
     const std::uint32_t base = ptx::shared_address(shared_.stages[stage]);
 #pragma unroll 1
@@ -289,16 +305,22 @@ class ScoreRole {
   }
 
   // scores (64 query rows, 64 tokens), not scaled. Opens the gate of the tile before on the way.
-  __device__ __forceinline__ void compute_scores(float (&scores)[kScores], int stage,
-                                                 int previous_stage) {
+  __device__ __forceinline__ void compute_scores(float (&scores)[kScores],
+                                                 const RingPosition<Traits>& position,
+                                                 bool opens_gate) {
     const std::uint64_t keys =
-        mma::rows_descriptor(ptx::uniform(ptx::shared_address(shared_.stages[stage])));
+        mma::rows_descriptor(ptx::uniform(ptx::shared_address(shared_.stages[position.stage])));
     const std::uint64_t tail = mma::make_descriptor(
         ptx::uniform(ptx::shared_address(shared_.query_tail)), 128, 256, mma::Swizzle::kNone);
     ptx::discard_registers(scores);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Traits::kSteps; ++step) {
+      if (step == Traits::kFirstSlices * 4) {
+        ptx::mbarrier_wait(address(shared_.full_rest[position.stage]), position.parity);
+        // Without it the compiler puts its own here, and serialises.
+        ptx::wgmma_fence();
+      }
       const std::uint64_t key = mma::advance(keys, step / 4 * Traits::kSliceBytes + step % 4 * 32);
       if (step < Traits::kRegisterSteps) {
         Mma::multiply(scores, query_[step < Traits::kRegisterSteps ? step : 0], key, step > 0);
@@ -311,7 +333,8 @@ class ScoreRole {
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
-    if (previous_stage >= 0) arrive(shared_.gate[previous_stage]);
+    if (opens_gate)
+      arrive(shared_.gate[position.stage == 0 ? Traits::kStages - 1 : position.stage - 1]);
     ptx::wgmma_wait<0>();
     ptx::pin_registers(scores);
   }
@@ -349,9 +372,11 @@ class ScoreRole {
     bool raised = false;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      // Opaque: what follows from it is computed again where it is needed; registers are short.
+      const int lane = static_cast<int>(ptx::opaque(threadIdx.x % 32));
       // Columns below this one are seen; this thread's are 8 * i + {0, 1} past its first.
-      const std::int32_t seen = visible_of(entry.row, tile_row() + 8 * half) -
-                                entry.block * Traits::kTileTokens - lane_ % 4 * 2;
+      const std::int32_t seen = visible_of(entry, tile_row() + 8 * half) -
+                                entry.block * Traits::kTileTokens - lane % 4 * 2;
       float maximum = reference_[half];
 #pragma unroll
       for (int i = 0; i < kScores / 4; ++i) {
@@ -378,7 +403,8 @@ class ScoreRole {
         packed[2 * i + half] = pack<Element>(low, high);
       }
       sum_[half] = sum_[half] * scale + sum;
-      if (lane_ % 4 == 0) shared_.scales[stage][tile_row() + 8 * half] = scale;
+      if (static_cast<int>(ptx::opaque(threadIdx.x)) % 4 == 0)
+        shared_.scales[stage][tile_row() + 8 * half] = scale;
     }
     return ptx::named_barrier_or(Traits::kScoreWarpgroup, Traits::kWarpgroupThreads,
                                  raised && (entry.detail & Entry::kFirst) == 0);
@@ -472,6 +498,7 @@ class ValueRole {
       const Entry::Kind kind = shared_.entries[position.stage].kind;
       if (kind == Entry::kEnd) return;
       if (kind == Entry::kEmptyRow) write_zeros(shared_.entries[position.stage].row);
+      if (is_loader()) loader_.prepare();
       refill(position);
       if (kind == Entry::kQuery) run_tiles(position);
     }
@@ -492,7 +519,7 @@ class ValueRole {
     if (lane_ == 0) ptx::mbarrier_arrive(address(shared_.free[position.stage]));
     if (is_loader()) {
       ptx::mbarrier_wait(address(shared_.free[position.stage]), position.parity);
-      loader_.load_next(position.stage);
+      loader_.load(position.stage);
     }
     position.advance();
   }
@@ -503,7 +530,7 @@ class ValueRole {
       ptx::mbarrier_wait(address(shared_.ready[position.stage]), position.parity);
       detail = shared_.entries[position.stage].detail;
       // While the gate is still closed.
-      if (shared_.rescale[position.stage] != 0) scale_accumulators(position.stage);
+      if ((detail & Entry::kRescale) != 0) scale_accumulators(position.stage);
       ptx::mbarrier_wait(address(shared_.gate[position.stage]), position.parity);
       accumulate(position.stage, (detail & Entry::kFirst) != 0);
       refill(position);
@@ -516,7 +543,8 @@ class ValueRole {
     const std::uint64_t probabilities =
         mma::rows_descriptor(base + Traits::kProbabilitySlice * Traits::kSliceBytes);
     const std::uint64_t values = mma::columns_descriptor(
-        base + ptx::uniform(warpgroup_) * Traits::kOwnSlices * Traits::kSliceBytes, Traits::kSliceBytes);
+        base + ptx::uniform(warpgroup_) * Traits::kOwnSlices * Traits::kSliceBytes,
+        Traits::kSliceBytes);
     ptx::pin_registers(accumulators_);
     ptx::wgmma_fence();
 #pragma unroll
@@ -525,6 +553,7 @@ class ValueRole {
                     mma::advance(values, step * 16 * mma::kRowBytes), step > 0 || !is_first);
     }
     ptx::wgmma_commit();
+    if (is_loader()) loader_.prepare();
     ptx::wgmma_wait<0>();
     ptx::pin_registers(accumulators_);
   }
@@ -624,6 +653,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::prefetch_map(params.k_map);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       ptx::mbarrier_init(ptx::shared_address(&shared.full[stage]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.full_rest[stage]), 1);
       ptx::mbarrier_init(ptx::shared_address(&shared.ready[stage]), Traits::kScoreArrivals);
       ptx::mbarrier_init(ptx::shared_address(&shared.gate[stage]), Traits::kScoreArrivals);
       ptx::mbarrier_init(ptx::shared_address(&shared.free[stage]), Traits::kValueArrivals);
