@@ -15,9 +15,7 @@ from flashmla.cli.console import Failure, console, require_support
 
 def run(
     prompt: Annotated[str | None, typer.Option(help="Text to continue.")] = None,
-    prompt_file: Annotated[
-        Path | None, typer.Option(help="A text file to continue.")
-    ] = None,
+    prompt_file: Annotated[Path | None, typer.Option(help="A text file to continue.")] = None,
     tokens: Annotated[int, typer.Option(help="Tokens to generate.")] = 200,
     temperature: Annotated[float, typer.Option(help="0: always the likeliest token.")] = 0.7,
     seed: Annotated[int, typer.Option(help="Of the draw of tokens.")] = 0,
