@@ -50,6 +50,17 @@ FLASHMLA_HD PlanCut find_cut(std::int64_t part, std::int64_t payload, std::int32
   return {row, 0, 0, row > 0 ? schedule::blocks_of_length(length_of(row - 1)) : 0};
 }
 
+// schedule::splits_of_row, given how to divide by the payload: the device multiplies.
+template <class Divide>
+FLASHMLA_HD std::int32_t splits_of_row(std::int64_t offset, std::int32_t blocks,
+                                       std::int32_t row_start_units, const Divide& divide) {
+  if (blocks <= 1) return 1;
+  const std::int64_t begin = offset + row_start_units;
+  return static_cast<std::int32_t>(divide(begin + schedule::kUnitsPerBlock * (blocks - 1)) -
+                                   divide(begin)) +
+         1;
+}
+
 // The row of the plan between two cuts, into fields[kPlanRowFields].
 FLASHMLA_HD inline void write_plan_row(std::int32_t* fields, const PlanCut& begin,
                                        const PlanCut& end) {

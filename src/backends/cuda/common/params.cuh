@@ -13,12 +13,16 @@ namespace flashmla::cuda {
 // shift = ceil(log2(divisor)) and multiplier = ceil(2^(31 + shift) / divisor), the product's error
 // is less than n / 2^31 < 1 parts of 1 / divisor, so that the floor is exact.
 struct Divisor {
-  std::int32_t divisor = 1;
-  std::uint32_t multiplier = 0;
-  std::int32_t shift = 0;
+  std::int32_t divisor;
+  std::uint32_t multiplier;
+  std::int32_t shift;
 
   Divisor() = default;
-  explicit Divisor(std::int32_t value) : divisor(value) {
+#if defined(__CUDACC__)
+  __host__ __device__
+#endif
+      explicit Divisor(std::int32_t value)
+      : divisor(value), shift(0) {
     while ((std::int64_t{1} << shift) < value) ++shift;
     multiplier = static_cast<std::uint32_t>(
         ((std::uint64_t{1} << (31 + shift)) + static_cast<std::uint64_t>(value) - 1) / value);

@@ -5,6 +5,15 @@
 
 namespace flashmla::cuda::ptx {
 
+// Lanes of a warp that arrive on an mbarrier for all of it, after __syncwarp. One is enough; the
+// race checker follows only the lanes that arrive themselves, so a build for it has all of them do
+// so.
+#if defined(FLASHMLA_RACECHECK)
+inline constexpr int kArrivingLanes = 32;
+#else
+inline constexpr int kArrivingLanes = 1;
+#endif
+
 __device__ __forceinline__ std::uint32_t shared_address(const void* pointer) {
   return static_cast<std::uint32_t>(__cvta_generic_to_shared(pointer));
 }

@@ -170,6 +170,7 @@ class ScoreRole {
     std::int32_t slot = -1;
     for (;;) {
       ptx::mbarrier_wait(address(shared_.full[position.stage]), position.parity);
+      ptx::mbarrier_wait(address(shared_.full_rest[position.stage]), position.parity);
       const Entry entry = shared_.entries[position.stage];
       if (row >= 0) finish_row(row, slot, position.stage);
       if (threadIdx.x == 0) shared_.ended[position.stage] = {row, slot};
@@ -177,7 +178,6 @@ class ScoreRole {
       if (entry.kind == Entry::kQuery) {
         row = entry.row;
         slot = entry.detail;
-        ptx::mbarrier_wait(address(shared_.full_rest[position.stage]), position.parity);
         start_row(entry, position.stage);
       } else if (entry.kind == Entry::kEmptyRow) {
         write_empty_lse(entry.row);
@@ -197,7 +197,7 @@ class ScoreRole {
   }
 
   __device__ __forceinline__ void arrive(const std::uint64_t& barrier) const {
-    if (lane_ == 0) ptx::mbarrier_arrive(address(barrier));
+    if (lane_ < ptx::kArrivingLanes) ptx::mbarrier_arrive(address(barrier));
   }
 
   // Query row of the tile: this thread computes on it and on the one 8 below.
@@ -486,6 +486,7 @@ class ValueRole {
     RingPosition<Traits> position;
     for (;;) {
       ptx::mbarrier_wait(address(shared_.ready[position.stage]), position.parity);
+      ptx::mbarrier_wait(address(shared_.gate[position.stage]), position.parity);
       const EndedRow ended = shared_.ended[position.stage];
       if (ended.row >= 0) {
         scale_accumulators(position.stage);
@@ -516,7 +517,9 @@ class ValueRole {
   // Lets go of the stage and, when all have, has its next entry loaded.
   __device__ __forceinline__ void refill(RingPosition<Traits>& position) {
     __syncwarp();
-    if (lane_ == 0) ptx::mbarrier_arrive(address(shared_.free[position.stage]));
+    if (lane_ < ptx::kArrivingLanes) {
+      ptx::mbarrier_arrive(address(shared_.free[position.stage]));
+    }
     if (is_loader()) {
       ptx::mbarrier_wait(address(shared_.free[position.stage]), position.parity);
       loader_.load(position.stage);

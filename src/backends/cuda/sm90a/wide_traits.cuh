@@ -6,6 +6,7 @@
 
 #include "backends/cuda/common/entry_walk.cuh"
 #include "backends/cuda/mma/descriptor.cuh"
+#include "backends/cuda/ptx/barrier.cuh"
 
 namespace flashmla::cuda::sm90a {
 
@@ -46,8 +47,8 @@ struct WideTraits {
 
   // A lane of each score warp says that P is written or the gate open; a lane of each value warp,
   // that it has let go of a stage.
-  static constexpr int kScoreArrivals = kWarpgroupWarps;
-  static constexpr int kValueArrivals = kValueWarpgroups * kWarpgroupWarps;
+  static constexpr int kScoreArrivals = kWarpgroupWarps * ptx::kArrivingLanes;
+  static constexpr int kValueArrivals = kValueWarpgroups * kWarpgroupWarps * ptx::kArrivingLanes;
 
   static_assert(kHeadDim == 576 || kHeadDim == 512);
   static_assert(kTailSteps >= 1 && kTailSteps <= 5);
