@@ -330,26 +330,17 @@ STABLE_TORCH_LIBRARY_IMPL(flashmla, CUDA, library) {
 }
 
 // Registers the two original operators under the library name that vLLM uses, for the life of the
-// process. Returns 0, or 1 when another package defines that library already. Called from Python
-// once it has looked for one.
-extern "C" FLASHMLA_API int flashmla_torch_register_vllm_names() {
+// process. The caller has defined that library: a definition that fails from here is written to
+// standard error by some releases of torch, from Python it is an exception.
+extern "C" FLASHMLA_API void flashmla_torch_register_vllm_names() {
   constexpr const char* kName = "_flashmla_C";
+  using Kind = StableLibrary::Kind;
   static std::array<std::unique_ptr<StableLibrary>, 3> libraries;
-  if (libraries[0] != nullptr) return 0;
-  // The definition is what two packages cannot both make; its handle is kept as long as the
-  // process.
-  TorchLibraryHandle definition = nullptr;
-  if (aoti_torch_library_init_def(kName, __FILE__, __LINE__, &definition) != AOTI_TORCH_SUCCESS) {
-    return 1;
-  }
-  libraries[0] = std::make_unique<StableLibrary>(StableLibrary::Kind::FRAGMENT, kName, nullptr,
-                                                 __FILE__, __LINE__);
+  libraries[0] =
+      std::make_unique<StableLibrary>(Kind::FRAGMENT, kName, nullptr, __FILE__, __LINE__);
   libraries[0]->def(kDecodeSchema).def(kPlanSchema);
-  libraries[1] =
-      std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, kName, "CPU", __FILE__, __LINE__);
+  libraries[1] = std::make_unique<StableLibrary>(Kind::IMPL, kName, "CPU", __FILE__, __LINE__);
   kernels(*libraries[1]);
-  libraries[2] =
-      std::make_unique<StableLibrary>(StableLibrary::Kind::IMPL, kName, "CUDA", __FILE__, __LINE__);
+  libraries[2] = std::make_unique<StableLibrary>(Kind::IMPL, kName, "CUDA", __FILE__, __LINE__);
   kernels(*libraries[2]);
-  return 0;
 }

@@ -103,6 +103,7 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
     library.flashmla_last_error.restype = ctypes.c_char_p
     library.flashmla_version.restype = ctypes.c_char_p
     library.flashmla_cpu_features.restype = ctypes.c_char_p
+    library.flashmla_torch_register_vllm_names.restype = None
     library.flashmla_plan_num_parts.argtypes = [
         ctypes.c_int32,
         ctypes.c_int32,
@@ -115,6 +116,8 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
 
 
 _library, LOAD_ERROR = _load()
+# The definition of torch's library `_flashmla_C`: it lasts as long as this does.
+_vllm_names: torch.library.Library | None = None
 
 
 def library() -> ctypes.CDLL:
@@ -254,16 +257,20 @@ def register_vllm_names() -> bool:
     Returns:
         Whether the names are registered by this package.
     """
+    global _vllm_names
     forced = os.environ.get("FLASHMLA_REGISTER_VLLM_NAMES", "")
     if forced not in ("", "0", "1"):
         raise RuntimeError(f"FLASHMLA_REGISTER_VLLM_NAMES is {forced!r}; it must be 0 or 1")
     if forced == "0" or (forced == "" and _vllm_defines_the_names()):
         return False
-    if library().flashmla_torch_register_vllm_names() == _OK:
-        return True
-    if forced == "1":
+    try:
+        _vllm_names = torch.library.Library("_flashmla_C", "DEF")
+    except RuntimeError:  # a library that was defined has no operators yet to be found by
+        if forced == "":
+            return False
         raise RuntimeError(
             "cannot register torch.ops._flashmla_C: another package defines that library, and "
             "FLASHMLA_REGISTER_VLLM_NAMES is 1; unset it to leave the names to that package"
-        )
-    return False
+        ) from None
+    library().flashmla_torch_register_vllm_names()
+    return True

@@ -7,12 +7,14 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import KERNELS
 
 import flash_mla
 import flashmla
+from flashmla import _library
 
 PACKAGE = Path(flashmla.__file__).parent
 
@@ -107,6 +109,16 @@ def test_leaves_a_library_alone_that_another_package_defined():
     )
     found = output(DEFINED + "import flashmla; print(flashmla.is_flashmla_supported('cpu')[0])")
     assert found == "True"
+
+
+def test_registers_nothing_in_a_library_that_it_cannot_define(monkeypatch):
+    calls = []
+    names = "flashmla_torch_register_vllm_names"
+    monkeypatch.setattr(_library, "_library", SimpleNamespace(**{names: lambda: calls.append(1)}))
+    monkeypatch.setenv("FLASHMLA_REGISTER_VLLM_NAMES", "1")
+    with pytest.raises(RuntimeError, match="another package defines that library"):
+        _library.register_vllm_names()
+    assert calls == []
 
 
 def test_leaves_the_names_to_vllm_that_is_installed_but_not_imported(tmp_path):
