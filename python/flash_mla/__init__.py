@@ -7,6 +7,7 @@ the original: both provide the module `flash_mla`.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import overload
 
 import torch
 
@@ -41,6 +42,12 @@ class FlashMLASchedMeta:
         return self.tile_scheduler_metadata, self.num_splits
 
 
+@overload
+def get_mla_metadata() -> tuple[FlashMLASchedMeta, None]: ...
+@overload
+def get_mla_metadata(
+    cache_seqlens: torch.Tensor, num_heads_per_head_k: int, num_heads_k: int
+) -> tuple[torch.Tensor, torch.Tensor]: ...
 def get_mla_metadata(*args, **kwargs):
     """A plan to be made at the first attention call.
 
