@@ -318,7 +318,7 @@ def test_b19_tokens_dealt_round_robin_over_two_ranks():
 
 
 def test_b20_long_rows_with_two_query_tokens():
-    one = formula_inputs([32768], 8, 2, causal=True, uniform=True, dims=(96, 64))
+    one = formula_inputs([32768], 8, 2, causal=True, uniform=True)
     one.q = one.q.expand(128, -1, -1, -1)
     one.block_table = one.block_table.expand(128, -1)
     one.cache_seqlens = one.cache_seqlens.expand(128)
