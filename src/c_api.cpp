@@ -230,7 +230,7 @@ flashmla_status flashmla_kernel_at(int32_t index, flashmla_kernel_info* info) {
     }
     const Result<flashmla_kernel_info> given = read_struct(info, "info");
     if (!given.ok()) return given.status();
-    const Result<select::DeviceFacts> facts = process_facts();
+    const Result<select::DeviceFacts> facts = facts_of({DeviceType::kCuda, 0});
     if (!facts.ok()) return facts.status();
     const select::KernelRow& row = rows[static_cast<std::size_t>(index)];
     flashmla_kernel_info filled = given.value();
@@ -254,7 +254,7 @@ flashmla_status flashmla_explain_selection(const flashmla_decode_args* given, co
     const DecodeRequest request = to_request(args.value());
     const Result<Problem> problem = validate(request);
     if (!problem.ok()) return problem.status();
-    const Result<select::DeviceFacts> facts = process_facts();
+    const Result<select::DeviceFacts> facts = facts_of(request.device);
     if (!facts.ok()) return facts.status();
     const Result<const select::KernelRow*> row =
         select::select_kernel(problem.value(), facts.value(), request.kernel);

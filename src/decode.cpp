@@ -2,10 +2,12 @@
 #include "decode.hpp"
 
 #include <string>
+#include <type_traits>
 
 #include "backends/cpu/decode.hpp"
 #include "backends/cpu/kernels.hpp"
 #include "backends/cuda/backend.hpp"
+#include "problem/contents.hpp"
 #include "problem/problem.hpp"
 #include "schedule/parts.hpp"
 #include "schedule/planner.hpp"
@@ -16,14 +18,36 @@
 namespace flashmla {
 namespace {
 
+// The row of the manifests that computes a problem on its device.
+Result<const select::KernelRow*> select_kernel(const Problem& problem, std::string_view forced) {
+  const Result<select::DeviceFacts> facts = facts_of(problem.device);
+  if (!facts.ok()) return facts.status();
+  return select::select_kernel(problem, facts.value(), forced);
+}
+
 Result<const cpu::DecodeKernel*> select_cpu_kernel(const Problem& problem,
                                                    std::string_view forced) {
-  const Result<select::DeviceFacts> facts = select::device_facts();
-  if (!facts.ok()) return facts.status();
-  const Result<const select::KernelRow*> row =
-      select::select_kernel(problem, facts.value(), forced);
+  const Result<const select::KernelRow*> row = select_kernel(problem, forced);
   if (!row.ok()) return row.status();
   return &cpu::decode_kernel(row.value()->index);
+}
+
+// What FLASHMLA_CHECK=1 adds on a GPU: the checks of the CPU, on copies.
+template <class AnyProblem>
+Status check_on_host(const AnyProblem& problem, void* stream) {
+  const Result<bool> wanted = contents_are_checked();
+  if (!wanted.ok()) return wanted.status();
+  if (!wanted.value()) return {};
+  const auto read = [&](std::int32_t* to, const std::int32_t* from, std::int64_t count) {
+    return cuda::read_back(to, from, count, problem.device.index, stream);
+  };
+  const Result<OnHost<AnyProblem>> host = copy_contents(problem, read);
+  if (!host.ok()) return host.status();
+  if (Status status = check_contents(host.value().problem); !status.ok()) return status;
+  if constexpr (std::is_same_v<AnyProblem, Problem>) {
+    return schedule::check_plan(host.value().problem);
+  }
+  return {};
 }
 
 constexpr std::size_t kCpuAlignment = 64;
@@ -45,15 +69,28 @@ Status check_workspace(const std::byte* workspace, std::size_t given, std::size_
 
 }  // namespace
 
-Result<select::DeviceFacts> process_facts() {
-  Result<select::DeviceFacts> facts = select::device_facts();
-  if (facts.ok()) facts.value().cuda = cuda::device_supported(0).ok();
+Result<select::DeviceFacts> facts_of(const Device& device) {
+  Result<select::DeviceFacts> facts = select::processor_facts();
+  if (facts.ok() && device.type == DeviceType::kCuda) {
+    const Result<std::int32_t> capability = cuda::compute_capability(device.index);
+    if (capability.ok()) facts.value().compute_capability = capability.value();
+  }
   return facts;
 }
 
 Status device_supported(const Device& device) {
   if (device.type == DeviceType::kCpu) return {};
-  return cuda::device_supported(device.index);
+  const Result<std::int32_t> capability = cuda::compute_capability(device.index);
+  if (!capability.ok()) return capability.status();
+  select::DeviceFacts facts;
+  facts.compute_capability = capability.value();
+  for (const select::KernelRow& row : select::kernel_rows()) {
+    if (row.device == device.type && select::is_usable(row, facts)) return {};
+  }
+  return Status::unsupported("device " + std::to_string(device.index) + " has compute capability " +
+                             std::to_string(capability.value() / 10) + "." +
+                             std::to_string(capability.value() % 10) + "; " +
+                             select::gpus_with_kernels() + " is needed");
 }
 
 Result<std::int32_t> plan_num_parts(const Device& device, std::int64_t num_heads_per_head_k,
@@ -75,6 +112,9 @@ Status plan(const PlanRequest& request, const Execution& execution) {
   if (!problem.ok()) return problem.status();
   if (Status status = device_supported(request.device); !status.ok()) return status;
   if (request.device.type == DeviceType::kCuda) {
+    if (Status status = check_on_host(problem.value(), execution.stream); !status.ok()) {
+      return status;
+    }
     return cuda::plan(problem.value(), execution.stream);
   }
   schedule::plan_on_host(problem.value(), tuning::kCpuRowStartUnits);
@@ -86,9 +126,8 @@ Result<std::size_t> decode_workspace_size(const DecodeRequest& request, std::int
   if (!problem.ok()) return problem.status();
   if (Status status = device_supported(request.device); !status.ok()) return status;
   if (request.device.type == DeviceType::kCuda) {
-    if (Status status = cuda::supported(problem.value(), request.kernel); !status.ok()) {
-      return status;
-    }
+    const Result<const select::KernelRow*> kernel = select_kernel(problem.value(), request.kernel);
+    if (!kernel.ok()) return kernel.status();
     return cuda::workspace_bytes(problem.value());
   }
   const Result<const cpu::DecodeKernel*> kernel =
@@ -106,12 +145,17 @@ Status decode(const DecodeRequest& request, std::byte* workspace, std::size_t wo
   if (!problem.ok()) return problem.status();
   if (Status status = device_supported(request.device); !status.ok()) return status;
   if (request.device.type == DeviceType::kCuda) {
+    const Result<const select::KernelRow*> kernel = select_kernel(problem.value(), request.kernel);
+    if (!kernel.ok()) return kernel.status();
     if (Status status = check_workspace(workspace, workspace_bytes,
                                         cuda::workspace_bytes(problem.value()), kCudaAlignment);
         !status.ok()) {
       return status;
     }
-    return cuda::decode(problem.value(), request.kernel, workspace, execution.stream);
+    if (Status status = check_on_host(problem.value(), execution.stream); !status.ok()) {
+      return status;
+    }
+    return cuda::decode(problem.value(), *kernel.value(), workspace, execution.stream);
   }
   const Result<const cpu::DecodeKernel*> kernel =
       select_cpu_kernel(problem.value(), request.kernel);

@@ -17,8 +17,8 @@ struct Execution {
   void* stream = nullptr;
 };
 
-// What selection may depend on, for listing and explaining: CPU features and the first GPU.
-Result<select::DeviceFacts> process_facts();
+// What selection may depend on for tensors of a device; a GPU that is not there counts as none.
+Result<select::DeviceFacts> facts_of(const Device& device);
 
 // OK, or what was found and what is needed.
 Status device_supported(const Device& device);

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "problem/check.hpp"
+#include "problem/contents.hpp"
 
 // Returns the first error of a list of checks from the calling function.
 #define FLASHMLA_RETURN_IF_ERROR(expression)                       \
@@ -58,58 +59,6 @@ Status check_floating(const Argument& argument, const Device& device) {
     return check_dtype(argument, {DType::kBFloat16, DType::kFloat16, DType::kFloat32});
   }
   return check_dtype(argument, {DType::kBFloat16, DType::kFloat16});
-}
-
-// cache_seqlens on the CPU: 0 <= length <= limit.
-Status check_lengths(const std::int32_t* lengths, std::int64_t stride, std::int32_t batch,
-                     std::int64_t limit, const std::string& limit_meaning) {
-  for (std::int32_t row = 0; row < batch; ++row) {
-    const std::int32_t length = lengths[row * stride];
-    if (length < 0 || length > limit) {
-      return Status::invalid_argument("cache_seqlens[" + std::to_string(row) + "] is " +
-                                      std::to_string(length) + "; it must be between 0 and " +
-                                      std::to_string(limit) + limit_meaning);
-    }
-  }
-  return {};
-}
-
-// visible_lens on the CPU: non-decreasing along the query tokens, between 0 and the row's length.
-Status check_visible_lens(const Problem& problem) {
-  for (std::int32_t row = 0; row < problem.batch; ++row) {
-    const std::int32_t length = problem.row_length(row);
-    std::int32_t previous = 0;
-    for (std::int32_t t = 0; t < problem.seq_len_q; ++t) {
-      const std::int32_t visible = problem.visible_tokens(row, t);
-      if (visible < previous || visible > length) {
-        return Status::invalid_argument("visible_lens[" + std::to_string(row) + ", " +
-                                        std::to_string(t) + "] is " + std::to_string(visible) +
-                                        "; it must be between " + std::to_string(previous) +
-                                        (t > 0 ? " (the value before it)" : "") + " and " +
-                                        std::to_string(length) + " (the row's cache_seqlens)");
-      }
-      previous = visible;
-    }
-  }
-  return {};
-}
-
-// Block ids of the pages that hold a row's tokens, on the CPU.
-Status check_block_ids(const Problem& problem) {
-  for (std::int32_t row = 0; row < problem.batch; ++row) {
-    const std::int32_t length = problem.row_length(row);
-    const std::int32_t pages = length == 0 ? 0 : (length - 1) / problem.page_size + 1;
-    for (std::int32_t index = 0; index < pages; ++index) {
-      const std::int32_t id = problem.page(row, index);
-      if (id < 0 || id >= problem.num_blocks) {
-        return Status::invalid_argument("block_table[" + std::to_string(row) + ", " +
-                                        std::to_string(index) + "] is " + std::to_string(id) +
-                                        "; k_cache has blocks 0 to " +
-                                        std::to_string(problem.num_blocks - 1));
-      }
-    }
-  }
-  return {};
 }
 
 }  // namespace
@@ -268,13 +217,7 @@ Result<Problem> validate(const DecodeRequest& request) {
   problem.lse_head_stride = request.softmax_lse.strides[1];
   problem.lse_token_stride = request.softmax_lse.strides[2];
 
-  if (request.device.type == DeviceType::kCpu) {
-    FLASHMLA_RETURN_IF_ERROR(check_lengths(problem.cache_seqlens, problem.cache_seqlens_stride,
-                                           problem.batch, max_pages * page_size,
-                                           " (max_num_blocks_per_seq * page_block_size)"));
-    if (problem.visible_lens != nullptr) FLASHMLA_RETURN_IF_ERROR(check_visible_lens(problem));
-    FLASHMLA_RETURN_IF_ERROR(check_block_ids(problem));
-  }
+  if (request.device.type == DeviceType::kCpu) FLASHMLA_RETURN_IF_ERROR(check_contents(problem));
   return problem;
 }
 
@@ -311,10 +254,7 @@ Result<PlanProblem> validate(const PlanRequest& request) {
   problem.plan_rows = static_cast<std::int32_t*>(request.tile_scheduler_metadata.data);
   problem.num_parts = static_cast<std::int32_t>(num_parts);
   problem.num_splits = static_cast<std::int32_t*>(request.num_splits.data);
-  if (request.device.type == DeviceType::kCpu) {
-    FLASHMLA_RETURN_IF_ERROR(check_lengths(problem.cache_seqlens, problem.cache_seqlens_stride,
-                                           problem.batch, INT32_MAX, ""));
-  }
+  if (request.device.type == DeviceType::kCpu) FLASHMLA_RETURN_IF_ERROR(check_contents(problem));
   return problem;
 }
 

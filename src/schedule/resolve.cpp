@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string>
+#include <vector>
 
 #include "schedule/planner.hpp"
 
@@ -171,6 +172,13 @@ Result<Schedule> resolve(const Problem& problem, std::int64_t num_fragments, std
     (listed[index].row == walk.begin_row ? walk.begin_fragment : walk.end_fragment) = index;
   }
   return Schedule{{walks, static_cast<std::size_t>(problem.num_parts)}, listed};
+}
+
+Status check_plan(const Problem& problem) {
+  const std::int64_t num_fragments = measure(problem).num_fragments;
+  std::vector<std::byte> memory(resolve_bytes(problem, num_fragments));
+  const Result<Schedule> schedule = resolve(problem, num_fragments, memory.data());
+  return schedule.ok() ? Status() : schedule.status();
 }
 
 }  // namespace flashmla::schedule

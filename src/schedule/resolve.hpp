@@ -54,4 +54,7 @@ std::size_t resolve_bytes(const Problem& problem, std::int64_t num_fragments);
 // part ends before it begins, a block is walked twice, or a row is walked in part only.
 Result<Schedule> resolve(const Problem& problem, std::int64_t num_fragments, std::byte* memory);
 
+// resolve() for its verdict alone, in memory of its own.
+Status check_plan(const Problem& problem);
+
 }  // namespace flashmla::schedule

@@ -25,7 +25,14 @@ struct KernelRow {
   std::int32_t head_dim = 0;
   std::int32_t head_dim_v = 0;
   std::int32_t max_query_rows = 0;
+  std::int32_t compute_capability = 0;  // of the GPUs that run it, 10 * major + minor
 };
+
+// What every CUDA kernel asks of a call: the copy engine reads rows at multiples of 16 bytes, the
+// merge keeps a plan's parts in shared memory, and a grid has this many key/value heads at most.
+inline constexpr std::int64_t kCudaAlignment = 16;
+inline constexpr std::int32_t kCudaMaxParts = 4096;
+inline constexpr std::int32_t kCudaMaxKvHeads = 65535;
 
 // All manifests compiled into this library, in order of preference.
 std::span<const KernelRow> kernel_rows();
@@ -33,11 +40,14 @@ std::span<const KernelRow> kernel_rows();
 // What a decision may depend on besides the problem; a plain value, so that tests fake it.
 struct DeviceFacts {
   CpuFeatures cpu_features = 0;
-  bool cuda = false;  // a GPU that the CUDA backend runs on
+  std::int32_t compute_capability = 0;  // of the GPU, 10 * major + minor; 0: there is none
 };
 
-// This process's facts: FLASHMLA_ISA is read here.
-Result<DeviceFacts> device_facts();
+// What may be used of this processor, FLASHMLA_ISA considered; a GPU is for the caller to add.
+Result<DeviceFacts> processor_facts();
+
+// "9.0": the compute capabilities that some kernel runs on.
+std::string gpus_with_kernels();
 
 // Whether this machine can run the kernel at all, for some problem.
 bool is_usable(const KernelRow& row, const DeviceFacts& facts);

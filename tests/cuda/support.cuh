@@ -19,6 +19,7 @@
 #include "backends/cuda/backend.hpp"
 #include "problem/problem.hpp"
 #include "schedule/planner.hpp"
+#include "select/select.hpp"
 
 namespace flashmla::cuda_test {
 
@@ -195,6 +196,16 @@ struct Case {
   std::string kernel;
 };
 
+inline const select::KernelRow& select_kernel(const Problem& problem, std::string_view forced) {
+  const Result<std::int32_t> capability = cuda::compute_capability(problem.device.index);
+  require(capability.status());
+  select::DeviceFacts facts;
+  facts.compute_capability = capability.value();
+  const Result<const select::KernelRow*> row = select::select_kernel(problem, facts, forced);
+  require(row.status());
+  return *row.value();
+}
+
 // A problem in device memory, with everything that it owns.
 struct Instance {
   Case spec;
@@ -207,7 +218,7 @@ struct Instance {
   // Rows of the plan that a test wrote by hand; the library's own for "own".
   void make_plan(std::mt19937& random);
   void launch(cudaStream_t stream = nullptr) {
-    require(cuda::decode(problem, spec.kernel, workspace.data(), stream));
+    require(cuda::decode(problem, select_kernel(problem, spec.kernel), workspace.data(), stream));
   }
 };
 

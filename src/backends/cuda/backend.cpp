@@ -1,4 +1,4 @@
-// Translates problems into kernel parameters, picks the kernel, and launches.
+// Translates problems into kernel parameters and launches.
 #include "backends/cuda/backend.hpp"
 
 #include <cuda.h>
@@ -11,76 +11,22 @@
 #include <string>
 
 #include "backends/cuda/kernels.hpp"
+#include "select/select.hpp"
 #include "tuning/plan.hpp"
 
 namespace flashmla::cuda {
 namespace {
 
-constexpr std::int32_t kMaxParts = 4096;  // what the combine keeps in shared memory
-constexpr std::int32_t kTileRows = 64;    // query rows of a block of the wide kernel
-constexpr std::int64_t kMaxGridHeads = 65535;
+constexpr std::int32_t kTileRows = 64;  // query rows of a block of the wide kernel
+constexpr std::int64_t kAlignedElements = select::kCudaAlignment / 2;
 
-struct KernelRow {
-  std::string_view name;
-  DType dtype;
-  std::int32_t head_dim, head_dim_v;
-  std::int32_t max_query_rows;  // 0: any number
-  DecodeLaunch launch;
-};
-
-constexpr KernelRow kKernels[] = {
+// One line of the manifest after another, as selection numbers them.
+constexpr DecodeLaunch kLaunches[] = {
 #define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows) \
-  {name, dtype, head_dim, head_dim_v, rows, launch_##identifier},
+  launch_##identifier,
 #include "backends/cuda/kernels.inc"
 #undef FLASHMLA_CUDA_KERNEL
 };
-
-std::string shape_of(const Problem& problem) {
-  return "(" + std::to_string(problem.head_dim) + ", " + std::to_string(problem.head_dim_v) + ") " +
-         dtype_name(problem.dtype);
-}
-
-// Empty: the kernel computes the problem.
-std::string decline_reason(const KernelRow& kernel, const Problem& problem) {
-  if (kernel.dtype != problem.dtype || kernel.head_dim != problem.head_dim ||
-      kernel.head_dim_v != problem.head_dim_v) {
-    return "computes (" + std::to_string(kernel.head_dim) + ", " +
-           std::to_string(kernel.head_dim_v) + ") " + dtype_name(kernel.dtype) +
-           ", the problem is " + shape_of(problem);
-  }
-  if (kernel.max_query_rows != 0 && problem.query_rows() > kernel.max_query_rows) {
-    return "takes up to " + std::to_string(kernel.max_query_rows) +
-           " query rows a key/value head, the problem has " + std::to_string(problem.query_rows());
-  }
-  return {};
-}
-
-const KernelRow* select(const Problem& problem, std::string_view forced, std::string* reasons) {
-  for (const KernelRow& kernel : kKernels) {
-    if (!forced.empty() && kernel.name != forced) continue;
-    const std::string reason = decline_reason(kernel, problem);
-    if (reason.empty()) return &kernel;
-    if (reasons != nullptr) reasons->append(kernel.name).append(": ").append(reason).append("\n");
-  }
-  return nullptr;
-}
-
-// The copy engine reads rows that start at multiples of 16 bytes, at strides of multiples of them.
-constexpr std::int64_t kStrideElements = 8;  // of 2 bytes
-
-std::string misaligned(const char* tensor, const void* data,
-                       std::span<const std::int64_t> strides) {
-  if (reinterpret_cast<std::uintptr_t>(data) % 16 != 0) {
-    return std::string(tensor) + " starts at an address that is not a multiple of 16 bytes";
-  }
-  for (const std::int64_t stride : strides) {
-    if (stride % kStrideElements != 0) {
-      return std::string(tensor) + " has a stride of " + std::to_string(stride) +
-             " elements; on CUDA the strides of q and k_cache must be multiples of 8 elements";
-    }
-  }
-  return {};
-}
 
 Status cuda_failure(const char* what, cudaError_t error) {
   return {StatusCode::kInternal, std::string(what) + ": " + cudaGetErrorString(error)};
@@ -162,9 +108,9 @@ Status encode_map(CUtensorMap& map, DType dtype, const void* data, std::int32_t 
 
 bool is_aligned(const Problem& problem) {
   return reinterpret_cast<std::uintptr_t>(problem.out) % 16 == 0 &&
-         problem.out_batch_stride % kStrideElements == 0 &&
-         problem.out_token_stride % kStrideElements == 0 &&
-         problem.out_head_stride % kStrideElements == 0;
+         problem.out_batch_stride % kAlignedElements == 0 &&
+         problem.out_token_stride % kAlignedElements == 0 &&
+         problem.out_head_stride % kAlignedElements == 0;
 }
 
 std::int64_t partial_rows(const Problem& problem) {
@@ -251,13 +197,13 @@ Result<std::int32_t> attribute(std::int32_t device, cudaDeviceAttr which) {
 
 }  // namespace
 
-Status device_supported(std::int32_t device) {
+Result<std::int32_t> compute_capability(std::int32_t device) {
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess || count == 0) {
     return Status::unsupported(std::string("no CUDA device was found (") +
-                               cudaGetErrorString(error) +
-                               "); a GPU of compute capability 9.0 is needed");
+                               cudaGetErrorString(error) + "); a GPU of compute capability " +
+                               select::gpus_with_kernels() + " is needed");
   }
   if (device < 0 || device >= count) {
     return Status::unsupported("device " + std::to_string(device) + " was asked for, there are " +
@@ -267,12 +213,7 @@ Status device_supported(std::int32_t device) {
   if (!major.ok()) return major.status();
   const Result<std::int32_t> minor = attribute(device, cudaDevAttrComputeCapabilityMinor);
   if (!minor.ok()) return minor.status();
-  if (major.value() != 9 || minor.value() != 0) {
-    return Status::unsupported("device " + std::to_string(device) + " has compute capability " +
-                               std::to_string(major.value()) + "." + std::to_string(minor.value()) +
-                               "; 9.0 is needed");
-  }
-  return {};
+  return 10 * major.value() + minor.value();
 }
 
 Result<std::int32_t> num_parts(std::int32_t device, std::int64_t num_heads_per_head_k,
@@ -281,41 +222,6 @@ Result<std::int32_t> num_parts(std::int32_t device, std::int64_t num_heads_per_h
   if (!multiprocessors.ok()) return multiprocessors.status();
   const std::int64_t blocks = num_heads_k * ((num_heads_per_head_k + kTileRows - 1) / kTileRows);
   return static_cast<std::int32_t>(std::max<std::int64_t>(1, multiprocessors.value() / blocks));
-}
-
-Status supported(const Problem& problem, std::string_view forced) {
-  std::string reasons;
-  if (select(problem, forced, &reasons) == nullptr) {
-    return Status::unsupported(
-        reasons.empty() ? "there is no CUDA kernel of the name " + std::string(forced) : reasons);
-  }
-  if (problem.num_parts > kMaxParts) {
-    return Status::unsupported("tile_scheduler_metadata has " + std::to_string(problem.num_parts) +
-                               " rows; on CUDA at most " + std::to_string(kMaxParts) +
-                               " are accepted");
-  }
-  if (problem.num_heads_k > kMaxGridHeads) {
-    return Status::unsupported("num_heads_k is " + std::to_string(problem.num_heads_k) +
-                               "; on CUDA at most 65535 are accepted");
-  }
-  const std::int64_t q_strides[] = {problem.batch > 1 ? problem.q_batch_stride : 0,
-                                    problem.seq_len_q > 1 ? problem.q_token_stride : 0,
-                                    problem.num_heads_q > 1 ? problem.q_head_stride : 0};
-  if (std::string reason = misaligned("q", problem.q, q_strides); !reason.empty()) {
-    return Status::unsupported(std::move(reason));
-  }
-  const std::int64_t k_strides[] = {problem.num_blocks > 1 ? problem.k_block_stride : 0,
-                                    problem.page_size > 1 ? problem.k_token_stride : 0,
-                                    problem.num_heads_k > 1 ? problem.k_head_stride : 0};
-  if (std::string reason = misaligned("k_cache", problem.k_cache, k_strides); !reason.empty()) {
-    return Status::unsupported(std::move(reason));
-  }
-  return {};
-}
-
-std::string_view selected_kernel(const Problem& problem, std::string_view forced) {
-  const KernelRow* kernel = select(problem, forced, nullptr);
-  return kernel == nullptr ? std::string_view{} : kernel->name;
 }
 
 std::size_t workspace_bytes(const Problem& problem) {
@@ -332,15 +238,14 @@ Status plan(const PlanProblem& problem, void* stream) {
   return error == cudaSuccess ? Status() : cuda_failure("plan", error);
 }
 
-Status decode(const Problem& problem, std::string_view forced, void* workspace, void* stream) {
-  if (Status status = supported(problem, forced); !status.ok()) return status;
+Status decode(const Problem& problem, const select::KernelRow& kernel, void* workspace,
+              void* stream) {
   if (problem.batch == 0 || problem.num_parts == 0) return {};
   const DeviceGuard guard(problem.device.index);
   if (guard.error() != cudaSuccess) return cuda_failure("cudaSetDevice", guard.error());
   DecodeParams params{};
   if (Status status = fill_params(params, problem, workspace); !status.ok()) return status;
-  const KernelRow& kernel = *select(problem, forced, nullptr);
-  cudaError_t error = kernel.launch(params, static_cast<cudaStream_t>(stream));
+  cudaError_t error = kLaunches[kernel.index](params, static_cast<cudaStream_t>(stream));
   if (error != cudaSuccess) return cuda_failure(kernel.name.data(), error);
   if (problem.num_parts == 1) return {};
   const Result<std::int32_t> multiprocessors =
@@ -356,6 +261,26 @@ Status merge(const MergeProblem& problem, void* stream) {
   if (guard.error() != cudaSuccess) return cuda_failure("cudaSetDevice", guard.error());
   const cudaError_t error = launch_merge(problem, static_cast<cudaStream_t>(stream));
   return error == cudaSuccess ? Status() : cuda_failure("merge", error);
+}
+
+Status read_back(std::int32_t* to, const std::int32_t* from, std::int64_t count,
+                 std::int32_t device, void* stream) {
+  const DeviceGuard guard(device);
+  if (guard.error() != cudaSuccess) return cuda_failure("cudaSetDevice", guard.error());
+  const auto queue = static_cast<cudaStream_t>(stream);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  cudaError_t error = cudaStreamIsCapturing(queue, &capture);
+  if (error == cudaSuccess && capture != cudaStreamCaptureStatusNone) {
+    return Status::unsupported(
+        "the stream is being captured and FLASHMLA_CHECK is 1: the checks wait for the GPU, which "
+        "a capture does not allow; capture without FLASHMLA_CHECK");
+  }
+  if (error == cudaSuccess) {
+    error = cudaMemcpyAsync(to, from, static_cast<std::size_t>(count) * sizeof(std::int32_t),
+                            cudaMemcpyDeviceToHost, queue);
+  }
+  if (error == cudaSuccess) error = cudaStreamSynchronize(queue);
+  return error == cudaSuccess ? Status() : cuda_failure("reading a tensor back", error);
 }
 
 }  // namespace flashmla::cuda

@@ -13,17 +13,11 @@ Status not_built() {
 
 }  // namespace
 
-Status device_supported(std::int32_t) {
+Result<std::int32_t> compute_capability(std::int32_t) {
   return not_built();
 }
 Result<std::int32_t> num_parts(std::int32_t, std::int64_t, std::int64_t) {
   return not_built();
-}
-Status supported(const Problem&, std::string_view) {
-  return not_built();
-}
-std::string_view selected_kernel(const Problem&, std::string_view) {
-  return {};
 }
 std::size_t workspace_bytes(const Problem&) {
   return 0;
@@ -31,10 +25,13 @@ std::size_t workspace_bytes(const Problem&) {
 Status plan(const PlanProblem&, void*) {
   return not_built();
 }
-Status decode(const Problem&, std::string_view, void*, void*) {
+Status decode(const Problem&, const select::KernelRow&, void*, void*) {
   return not_built();
 }
 Status merge(const MergeProblem&, void*) {
+  return not_built();
+}
+Status read_back(std::int32_t*, const std::int32_t*, std::int64_t, std::int32_t, void*) {
   return not_built();
 }
 
