@@ -1,12 +1,17 @@
-// Times decode calls on a cold paged cache, beside the ceilings of this machine at that moment.
+// Decode calls on a cold paged cache, beside the ceilings of this machine at that moment.
 //
-//   decode_bench [--threads N] [--kernel NAME] [--calls N] [--warm]
-//   [BATCH,LENGTH,HEADS,SEQ_LEN_Q]...
+//   decode_bench [--threads N[,N]...] [--kernel NAME] [--calls N] [--warm]
+//                [Google Benchmark's own flags] [BATCH,LENGTH,HEADS,SEQ_LEN_Q]...
 //
 // A shared machine has slow spells: AMX may run at a quarter of its rate for seconds. Each call is
 // bracketed by short bursts of AMX products (of multiply-adds where there is no AMX), and counts
 // only if both bursts reach kQuietShare of the best one seen. Plain loads over as many other random
-// pages are timed after each call. What is printed are medians over the calls that count.
+// pages are timed after each call.
+//
+// An iteration of a benchmark is that measurement as a whole; its time and its counters are medians
+// over the calls that count (`quiet`, of `tries`). `unit` and `read` are the two ceilings, in
+// GFLOP/s and GB/s; `of_unit%` and `of_read%` what the call reaches of them.
+#include <benchmark/benchmark.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -42,13 +47,18 @@ struct Shape {
   std::int32_t batch, length, heads, seq_len_q;
 
   double flop() const { return 2.0 * (kHeadDim + kHeadDimV) * batch * length * heads * seq_len_q; }
+  double bytes() const { return 2.0 * kHeadDim * batch * length; }
+  std::string name() const {
+    return std::to_string(batch) + "," + std::to_string(length) + "," + std::to_string(heads) +
+           "," + std::to_string(seq_len_q);
+  }
   std::int64_t pages() const {
     return std::int64_t{batch} * ((length + kPageSize - 1) / kPageSize);
   }
 };
 
 struct Options {
-  int num_threads = 1;
+  std::vector<int> num_threads;
   int calls = 40;
   bool warm = false;
   std::string kernel;
@@ -104,16 +114,16 @@ flashmla_tensor tensor(void* data, std::int32_t dtype, std::vector<std::int64_t>
 
 class Call {
  public:
-  Call(const Shape& shape, PagePool& pool, const Options& options)
+  Call(const Shape& shape, PagePool& pool, int num_threads, const std::string& kernel)
       : shape_(shape),
         pool_(pool),
-        options_(options),
+        num_threads_(num_threads),
         q_(std::size_t(shape.batch) * shape.seq_len_q * shape.heads * kHeadDim),
         out_(std::size_t(shape.batch) * shape.seq_len_q * shape.heads * kHeadDimV),
         lse_(std::size_t(shape.batch) * shape.seq_len_q * shape.heads),
         table_(static_cast<std::size_t>(shape.pages())),
         lengths_(static_cast<std::size_t>(shape.batch), shape.length),
-        plan_rows_(static_cast<std::size_t>(options.num_threads) * 8),
+        plan_rows_(static_cast<std::size_t>(num_threads) * 8),
         num_splits_(static_cast<std::size_t>(shape.batch) + 1) {
     std::mt19937 random(2);
     std::normal_distribution<float> normal;
@@ -130,15 +140,14 @@ class Call {
     args_.block_table =
         tensor(table_.data(), FLASHMLA_INT32, {shape.batch, shape.pages() / shape.batch});
     args_.cache_seqlens = tensor(lengths_.data(), FLASHMLA_INT32, {shape.batch});
-    args_.tile_scheduler_metadata =
-        tensor(plan_rows_.data(), FLASHMLA_INT32, {options.num_threads, 8});
+    args_.tile_scheduler_metadata = tensor(plan_rows_.data(), FLASHMLA_INT32, {num_threads, 8});
     args_.num_splits = tensor(num_splits_.data(), FLASHMLA_INT32, {shape.batch + 1});
     args_.out = tensor(out_.data(), FLASHMLA_BFLOAT16,
                        {shape.batch, shape.seq_len_q, shape.heads, kHeadDimV});
     args_.softmax_lse =
         tensor(lse_.data(), FLASHMLA_FLOAT32, {shape.batch, shape.heads, shape.seq_len_q});
     args_.head_dim_v = kHeadDimV;
-    if (!options.kernel.empty()) args_.kernel = options.kernel.c_str();
+    if (!kernel.empty()) args_.kernel = kernel.c_str();
 
     flashmla_plan_args plan{};
     plan.struct_size = sizeof(plan);
@@ -149,7 +158,7 @@ class Call {
     plan.num_splits = args_.num_splits;
     check(flashmla_plan(&plan));
     take_pages();
-    check(flashmla_decode_workspace_size(&args_, options.num_threads, &workspace_bytes_));
+    check(flashmla_decode_workspace_size(&args_, num_threads, &workspace_bytes_));
     workspace_.reset(
         static_cast<std::byte*>(std::aligned_alloc(64, (workspace_bytes_ + 63) / 64 * 64)));
     std::memset(workspace_.get(), 0, workspace_bytes_);
@@ -169,7 +178,7 @@ class Call {
   double read_rate_of_other_pages() {
     std::vector<const std::byte*> runs;
     for (std::int64_t i = 0; i < shape_.pages(); ++i) runs.push_back(pool_.page(pool_.next()));
-    return read_rate(options_.num_threads, runs, kPageBytes);
+    return read_rate(num_threads_, runs, kPageBytes);
   }
 
  private:
@@ -185,7 +194,7 @@ class Call {
 
   const Shape shape_;
   PagePool& pool_;
-  const Options& options_;
+  const int num_threads_;
   std::vector<std::uint16_t> q_, out_;
   std::vector<float> lse_;
   std::vector<std::int32_t> table_, lengths_, plan_rows_, num_splits_;
@@ -205,19 +214,21 @@ double burst(int num_threads) {
                         : avx2_fma_rate(num_threads, kBurstMicroseconds);
 }
 
-void measure(const Shape& shape, PagePool& pool, const Options& options) {
-  Call call(shape, pool, options);
+void measure(benchmark::State& state, const Shape& shape, int num_threads, const Options& options) {
+  omp_set_num_threads(num_threads);
+  static PagePool pool;
+  Call call(shape, pool, num_threads, options.kernel);
   call.time();
   double best = 0;
-  for (int i = 0; i < 40; ++i) best = std::max(best, burst(options.num_threads));
+  for (int i = 0; i < 40; ++i) best = std::max(best, burst(num_threads));
   std::vector<double> seconds, bursts, reads;
   int tries = 0;
   while (static_cast<int>(seconds.size()) < options.calls && tries < kMaxTries) {
     ++tries;
     if (!options.warm) call.take_pages();
-    const double before = burst(options.num_threads);
+    const double before = burst(num_threads);
     const double elapsed = call.time();
-    const double after = burst(options.num_threads);
+    const double after = burst(num_threads);
     const double read = call.read_rate_of_other_pages();
     best = std::max({best, before, after});
     if (std::min(before, after) < kQuietShare * best) continue;
@@ -225,22 +236,32 @@ void measure(const Shape& shape, PagePool& pool, const Options& options) {
     bursts.push_back((before + after) / 2);
     reads.push_back(read);
   }
-  char name[64];
-  std::snprintf(name, sizeof(name), "%d,%d,%d,%d", shape.batch, shape.length, shape.heads,
-                shape.seq_len_q);
-  if (seconds.empty()) {
-    std::printf("%-16s never quiet in %d calls\n", name, tries);
-    return;
-  }
+  if (seconds.empty()) return state.SkipWithError("the machine was never quiet");
   const double time = median(seconds);
   const double gflops = shape.flop() / time * 1e-9;
-  const double bytes = static_cast<double>(shape.batch) * shape.length * kHeadDim * 2;
-  const double gbytes = bytes / time * 1e-9;
-  const double peak = median(bursts), read = median(reads);
-  std::printf(
-      "%-16s %9.1f us (%3zu of %3d) %7.0f GFLOP/s %5.1f%% of %6.0f   %6.2f GB/s %5.1f%% of %5.2f\n",
-      name, time * 1e6, seconds.size(), tries, gflops, 100 * gflops / peak, peak, gbytes,
-      100 * gbytes / read, read);
+  const double gbytes = shape.bytes() / time * 1e-9;
+  const double unit = median(bursts), read = median(reads);
+  state.SetIterationTime(time);
+  state.counters["GFLOP/s"] = gflops;
+  state.counters["unit"] = unit;
+  state.counters["of_unit%"] = 100 * gflops / unit;
+  state.counters["GB/s"] = gbytes;
+  state.counters["read"] = read;
+  state.counters["of_read%"] = 100 * gbytes / read;
+  state.counters["quiet"] = static_cast<double>(seconds.size());
+  state.counters["tries"] = tries;
+}
+
+// "1,2" and the like, each at least 1; empty where it is something else.
+std::vector<int> parse_counts(const char* word) {
+  std::vector<int> counts;
+  for (char* end = nullptr;; word = end + 1) {
+    const long count = std::strtol(word, &end, 10);
+    if (end == word || count < 1 || count > 4096) return {};
+    counts.push_back(static_cast<int>(count));
+    if (*end == '\0') return counts;
+    if (*end != ',') return {};
+  }
 }
 
 Options parse(int count, char** words) {
@@ -249,7 +270,7 @@ Options parse(int count, char** words) {
     const std::string word = words[i];
     Shape shape{};
     if (word == "--threads" && i + 1 < count) {
-      options.num_threads = std::max(1, std::atoi(words[++i]));
+      options.num_threads = parse_counts(words[++i]);
     } else if (word == "--kernel" && i + 1 < count) {
       options.kernel = words[++i];
     } else if (word == "--calls" && i + 1 < count) {
@@ -262,16 +283,20 @@ Options parse(int count, char** words) {
       options.shapes.push_back(shape);
     } else {
       std::fprintf(stderr,
-                   "%s: expected [--threads N] [--kernel NAME] [--calls N] [--warm] "
+                   "%s: expected [--threads N[,N]...] [--kernel NAME] [--calls N] [--warm] "
                    "[BATCH,LENGTH,HEADS,SEQ_LEN_Q]...\n",
                    word.c_str());
       std::exit(2);
     }
   }
+  if (options.num_threads.empty()) {
+    options.num_threads = {1};
+    if (omp_get_max_threads() > 1) options.num_threads.push_back(omp_get_max_threads());
+  }
   if (options.shapes.empty()) {
-    options.shapes = {{1, 4096, 1, 1},   {1, 4096, 4, 1},  {1, 4096, 8, 1},  {1, 4096, 16, 1},
-                      {8, 2048, 16, 1},  {1, 4096, 32, 1}, {1, 4096, 64, 1}, {1, 4096, 128, 1},
-                      {8, 2048, 128, 1}, {4, 1024, 128, 2}};
+    options.shapes = {{1, 64, 16, 1},   {1, 4096, 1, 1},   {1, 4096, 4, 1},   {1, 4096, 8, 1},
+                      {1, 4096, 16, 1}, {8, 2048, 16, 1},  {1, 32768, 16, 1}, {1, 4096, 32, 1},
+                      {1, 4096, 64, 1}, {1, 4096, 128, 1}, {8, 2048, 128, 1}, {4, 1024, 128, 2}};
   }
   return options;
 }
@@ -281,11 +306,28 @@ Options parse(int count, char** words) {
 
 int main(int count, char** words) {
   using namespace flashmla::bench;
-  const Options options = parse(count, words);
-  omp_set_num_threads(options.num_threads);
-  PagePool pool;
-  std::printf("%d threads, %s; pages of %lld tokens, %s\n", options.num_threads,
-              options.kernel.empty() ? "the library's choice of kernel" : options.kernel.c_str(),
-              static_cast<long long>(kPageSize), options.warm ? "the same each call" : "cold");
-  for (const Shape& shape : options.shapes) measure(shape, pool, options);
+  std::vector<char*> all(words, words + count);
+  char tabular[] = "--benchmark_counters_tabular=true";
+  all.insert(all.begin() + 1, tabular);  // before the caller's own, which decide
+  count = static_cast<int>(all.size());
+  benchmark::Initialize(&count, all.data());
+  const Options options = parse(count, all.data());
+  benchmark::AddCustomContext("kernel",
+                              options.kernel.empty() ? "the library's choice" : options.kernel);
+  benchmark::AddCustomContext("pages",
+                              options.warm ? "64 tokens, the same each call" : "64 tokens, cold");
+  for (const int num_threads : options.num_threads) {
+    for (const Shape& shape : options.shapes) {
+      const std::string name = "decode/" + shape.name() + "/threads:" + std::to_string(num_threads);
+      benchmark::RegisterBenchmark(name.c_str(),
+                                   [&shape, num_threads, &options](auto& state) {
+                                     for ([[maybe_unused]] auto _ : state)
+                                       measure(state, shape, num_threads, options);
+                                   })
+          ->Iterations(1)
+          ->UseManualTime()
+          ->Unit(benchmark::kMicrosecond);
+    }
+  }
+  benchmark::RunSpecifiedBenchmarks();
 }
