@@ -14,12 +14,14 @@ import flashmla
 from flashmla import reference
 
 
-def random_parts(parts: int, shape: tuple[int, int, int, int], dtype, seed: int = 0):
+def random_parts(
+    parts: int, shape: tuple[int, int, int, int], dtype, seed: int = 0, device: str = "cpu"
+):
     batch, queries, heads, dim = shape
     generator = torch.Generator().manual_seed(seed)
     outs = torch.randn(parts, batch, queries, heads, dim, generator=generator).to(dtype)
     lses = torch.randn(parts, batch, heads, queries, generator=generator) * 5
-    return outs, lses
+    return outs.to(device), lses.to(device)
 
 
 @given(
@@ -53,8 +55,8 @@ def test_equals_one_softmax_over_the_union(parts, shape, dtype, empty, seed):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("first", [True, False])
-def test_b16_an_empty_side_passes_the_other_through_bit_for_bit(dtype, sign, first):
-    outs, lses = random_parts(1, (2, 3, 4, 64), dtype)
+def test_b16_an_empty_side_passes_the_other_through_bit_for_bit(device, dtype, sign, first):
+    outs, lses = random_parts(1, (2, 3, 4, 64), dtype, device=device)
     outs[0, 0, 0, 0, :2] = torch.tensor([0.0, -0.0], dtype=dtype)
     nothing = torch.full_like(lses, sign * math.inf)
     pair = [(outs, lses), (torch.full_like(outs, math.nan), nothing)]
@@ -66,16 +68,17 @@ def test_b16_an_empty_side_passes_the_other_through_bit_for_bit(dtype, sign, fir
     assert same_bits(lse, lses[0])
 
 
-def test_b16_nothing_with_nothing_is_nothing():
-    outs = torch.full((2, 1, 1, 3, 8), math.nan)
-    lses = torch.tensor([math.inf, -math.inf])[:, None, None, None].expand(2, 1, 3, 1)
+def test_b16_nothing_with_nothing_is_nothing(device):
+    outs = torch.full((2, 1, 1, 3, 8), math.nan, device=device)
+    lses = torch.tensor([math.inf, -math.inf], device=device)[:, None, None, None]
+    lses = lses.expand(2, 1, 3, 1)
     out, lse = flashmla.merge_attention_states(outs, lses)
     assert (out == 0).all()
     assert (lse == math.inf).all()
 
 
-def test_b16_half_of_the_heads_empty():
-    outs, lses = random_parts(2, (1, 2, 4, 16), torch.float32)
+def test_b16_half_of_the_heads_empty(device):
+    outs, lses = random_parts(2, (1, 2, 4, 16), torch.float32, device=device)
     lses[1, :, :2] = math.inf
     out, lse = flashmla.merge_attention_states(outs, lses)
     assert same_bits(out[:, :, :2], outs[0, :, :, :2])
@@ -83,8 +86,8 @@ def test_b16_half_of_the_heads_empty():
     assert not same_bits(lse[:, 2:], lses[0, :, 2:])
 
 
-def test_b16_half_of_the_query_tokens_empty():
-    outs, lses = random_parts(2, (2, 4, 3, 16), torch.bfloat16)
+def test_b16_half_of_the_query_tokens_empty(device):
+    outs, lses = random_parts(2, (2, 4, 3, 16), torch.bfloat16, device=device)
     lses[0, :, :, ::2] = -math.inf
     out, lse = flashmla.merge_attention_states(outs, lses)
     assert same_bits(out[:, ::2], outs[1, :, ::2])
@@ -122,8 +125,8 @@ def test_any_partition_of_a_row_merges_to_the_row(length, num_parts, queries, se
     assert torch.allclose(lse, whole_lse, rtol=0, atol=4e-6)
 
 
-def test_lists_and_strided_tensors():
-    outs, lses = random_parts(3, (2, 2, 4, 32), torch.float32)
+def test_lists_and_strided_tensors(device):
+    outs, lses = random_parts(3, (2, 2, 4, 32), torch.float32, device=device)
     expected = flashmla.merge_attention_states(outs, lses)
     from_lists = flashmla.merge_attention_states(list(outs), list(lses))
     strided = flashmla.merge_attention_states(
@@ -134,8 +137,8 @@ def test_lists_and_strided_tensors():
         assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_large_logarithms_do_not_overflow():
-    outs, lses = random_parts(2, (1, 1, 2, 8), torch.float32)
+def test_large_logarithms_do_not_overflow(device):
+    outs, lses = random_parts(2, (1, 1, 2, 8), torch.float32, device=device)
     for offset in (1e4, -1e4):
         out, lse = flashmla.merge_attention_states(outs, lses + offset)
         assert out.isfinite().all()

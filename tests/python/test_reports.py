@@ -9,15 +9,17 @@ import math
 
 import pytest
 import torch
-from conftest import KERNELS
 from inputs import (
     attend,
+    attend_into,
+    device_of,
     formula_inputs,
     formula_k,
     formula_q,
     library_plan,
     paged,
     same_bits,
+    small_dims,
 )
 
 import flashmla
@@ -96,33 +98,36 @@ def test_b4_uniform_tail(kernel):
 
 def test_b4_every_length_from_1_to_200(kernel):
     lens = list(range(1, 201))
-    inputs = formula_inputs(lens, 1, uniform=True, unused=1000.0, dims=(96, 64))
+    dims = small_dims(kernel, (96, 64))
+    inputs = formula_inputs(lens, 1, uniform=True, unused=1000.0, dims=dims)
     _, lse = attend(inputs, kernel=kernel)
     assert torch.allclose(lse[:, 0, 0].double(), torch.tensor(lens).double().log(), atol=2e-5)
 
 
 @pytest.mark.parametrize(("page", "length"), [(16, 17), (64, 65)])
-def test_b5_table_of_two_entries_and_ids_at_both_ends_of_the_cache(page, length):
+def test_b5_table_of_two_entries_and_ids_at_both_ends_of_the_cache(device, page, length):
     inputs = formula_inputs([length], 4)
-    small = attend(inputs)
+    small = attend(inputs, kernel=device)
     cache = torch.full((1000, page, 1, 576), math.nan, dtype=torch.bfloat16)
     tokens = formula_k(0, length).bfloat16()
     cache[999] = tokens[:page]
     cache[0, : length - page] = tokens[page:]
     inputs.k_cache = cache
     inputs.block_table = torch.tensor([[999, 0]], dtype=torch.int32)
-    found = attend(inputs)
+    found = attend(inputs, kernel=device)
     assert all(same_bits(a, b) for a, b in zip(found, small, strict=True))
 
 
-def test_b5_wide_table_and_table_with_a_larger_row_stride():
+def test_b5_wide_table_and_table_with_a_larger_row_stride(device):
     inputs = formula_inputs([65, 130], 4)
-    expected = attend(inputs)
+    expected = attend(inputs, kernel=device)
     wide = torch.full((2, 4096), 2147480000, dtype=torch.int32)
     wide[:, :3] = inputs.block_table
-    for table in (wide, wide[:, :3], wide[:, :7]):
-        inputs.block_table = table
-        assert all(same_bits(a, b) for a, b in zip(attend(inputs), expected, strict=True))
+    for columns in (4096, 3, 7):
+        # Moved before it is cut, since a cut that is moved is a table of its own.
+        inputs.block_table = wide.to(device)[:, :columns]
+        found = attend(inputs, kernel=device)
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
 @pytest.mark.parametrize(
@@ -146,7 +151,8 @@ def test_b6_several_query_tokens(kernel, queries, first, last, first_lse, last_l
 
 def test_b6_each_query_token_sees_its_own_prefix(kernel):
     lens = [64 + i for i in range(256)]
-    inputs = formula_inputs(lens, 8, 3, causal=True, uniform=True, dims=(64, 64))
+    dims = small_dims(kernel, (64, 64))
+    inputs = formula_inputs(lens, 8, 3, causal=True, uniform=True, dims=dims)
     _, lse = attend(inputs, kernel=kernel)
     seen = torch.tensor(lens)[:, None] - 2 + torch.arange(3)
     assert torch.allclose(lse, seen.double().log()[:, None].float().expand_as(lse), atol=2e-5)
@@ -154,15 +160,16 @@ def test_b6_each_query_token_sees_its_own_prefix(kernel):
     assert (lse[:, :, 1] < lse[:, :, 2]).all()
 
 
-def test_b7_offsets_past_31_bits():
-    small = formula_inputs([257], 16)
-    expected = attend(small)
+@pytest.mark.parametrize("heads", [16, 128])
+def test_b7_offsets_past_31_bits(device, heads):
+    small = formula_inputs([257], heads)
+    expected = attend(small, kernel=device)
     # 4.8 GB of address space, of which five pages are touched.
-    cache = torch.empty(70000, 64, 1, 576, dtype=torch.bfloat16)
+    cache = torch.empty(70000, 64, 1, 576, dtype=torch.bfloat16, device=device)
     table = torch.tensor([[58253, 58254, 58255, 69999, 0]], dtype=torch.int32)
-    cache[table[0].long()] = small.k_cache[small.block_table[0].long()]
+    cache[table[0].long().to(device)] = small.k_cache[small.block_table[0].long()].to(device)
     small.k_cache, small.block_table = cache, table
-    out, lse = attend(small)
+    out, lse = attend(small, kernel=device)
     assert close_out(out[0, 0, 0, 0], 0.054726351)
     assert close_lse(lse[0, 0, 0], 5.717565281)
     assert close_lse(lse[0, 15, 0], 5.785065765)
@@ -201,83 +208,94 @@ def test_b10_eight_key_value_heads(kernel):
     assert agrees_with_float64(inputs, out, lse)
 
 
-def test_b10_a_thousand_query_tokens():
-    lens = torch.tensor([256], dtype=torch.int32)
+def test_b10_a_thousand_query_tokens(device):
+    lens = torch.tensor([256], dtype=torch.int32, device=device)
     metadata, _ = flashmla.get_mla_metadata(lens, 1024 * 16 // 8, 8)
     assert metadata.shape[0] >= 1
-    inputs = formula_inputs([256], 16, 1024, causal=True, kv_heads=8, dims=(64, 64))
-    assert agrees_with_float64(inputs, *attend(inputs))
+    dims = small_dims(device, (64, 64))
+    inputs = formula_inputs([256], 16, 1024, causal=True, kv_heads=8, dims=dims)
+    assert agrees_with_float64(inputs, *attend(inputs, kernel=device))
 
 
-def test_b11_a_plan_made_for_one_query_token_serves_two():
+def test_b11_a_plan_made_for_one_query_token_serves_two(device):
     inputs = formula_inputs([130, 97], 16, 2, causal=True)
-    plan = flashmla.get_mla_metadata(inputs.cache_seqlens, 16, 1)
-    out, lse = attend(inputs, plan)
+    plan = flashmla.get_mla_metadata(inputs.cache_seqlens.to(device), 16, 1)
+    out, lse = attend(inputs, plan, device)
     assert close_out(out[0, 0, 0, 0], 0.067479667)
     assert close_lse(lse[0, 0, 0], 5.033318953)
 
 
-def test_b14_one_plan_serves_61_layers_and_is_not_written():
+def test_b14_one_plan_serves_61_layers_and_is_not_written(device):
     base = formula_inputs([97, 700, 0, 64], 16)
-    plan = flashmla.get_mla_metadata(base.cache_seqlens, 16, 1)
+    plan = flashmla.get_mla_metadata(base.cache_seqlens.to(device), 16, 1)
     kept = [tensor.clone() for tensor in plan]
     generator = torch.Generator().manual_seed(0)
     for _ in range(61):
         base.q = torch.randn(base.q.shape, generator=generator).bfloat16()
         noise = torch.randn(base.k_cache.shape, generator=generator).bfloat16()
         base.k_cache = torch.where(base.k_cache.isnan(), base.k_cache, noise)
-        fresh = flashmla.get_mla_metadata(base.cache_seqlens, 16, 1)
-        for a, b in zip(attend(base, plan), attend(base, fresh), strict=True):
-            assert same_bits(a, b)
+        fresh = flashmla.get_mla_metadata(base.cache_seqlens.to(device), 16, 1)
+        found, expected = attend(base, plan, device), attend(base, fresh, device)
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
     assert all(same_bits(a, b) for a, b in zip(plan, kept, strict=True))
 
 
-def test_b15_lse_is_a_natural_logarithm():
+def attend_shard(
+    q: torch.Tensor,
+    tokens: torch.Tensor,
+    device: str,
+    scale: float | None = None,
+    visible_lens: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention of q (1, tokens, heads, 576) over the tokens (length, 1, 576) of one shard."""
+    cache, table = paged([tokens], 64, torch.bfloat16)
+    lens = torch.tensor([len(tokens)], dtype=torch.int32)
+    inputs = cases.Inputs(q, cache, table, lens, 512, scale, False, visible_lens)
+    return attend(inputs, kernel=device)
+
+
+def merge(
+    parts: list[tuple[torch.Tensor, torch.Tensor]], device: str
+) -> tuple[torch.Tensor, torch.Tensor]:
+    out, lse = flashmla.merge_attention_states(
+        [out.to(device) for out, _ in parts], [lse.to(device) for _, lse in parts]
+    )
+    return out.cpu(), lse.cpu()
+
+
+def test_b15_lse_is_a_natural_logarithm(device):
     keys = formula_k(0, 10)
     q = torch.zeros(1, 1, 1, 576, dtype=torch.bfloat16)
-    parts = []
-    for shard in (keys[:2], keys[2:]):
-        cache, table = paged([shard], 64, torch.bfloat16)
-        lens = torch.tensor([len(shard)], dtype=torch.int32)
-        plan = flashmla.get_mla_metadata(lens, 1, 1)
-        parts.append(flashmla.flash_mla_with_kvcache(q, cache, table, lens, 512, *plan))
+    parts = [attend_shard(q, shard, device) for shard in (keys[:2], keys[2:])]
     assert close_lse(parts[0][1], 0.693147181)
     assert close_lse(parts[1][1], 2.079441542)
-    out, lse = flashmla.merge_attention_states([p[0] for p in parts], [p[1] for p in parts])
+    out, lse = merge(parts, device)
     assert close_lse(lse, 2.302585093)
     assert close_out(out[0, 0, 0, 0], -0.2640625)
 
 
-def test_b15_a_row_cut_in_two_merges_to_the_whole():
+def test_b15_a_row_cut_in_two_merges_to_the_whole(device):
     keys, queries = formula_k(0, 257), formula_q(0, 1, 16)[None].bfloat16()
-    parts = []
-    for shard in (keys[:200], keys[200:]):
-        cache, table = paged([shard], 64, torch.bfloat16)
-        lens = torch.tensor([len(shard)], dtype=torch.int32)
-        plan = flashmla.get_mla_metadata(lens, 16, 1)
-        parts.append(
-            flashmla.flash_mla_with_kvcache(
-                queries, cache, table, lens, 512, *plan, softmax_scale=0.25
-            )
-        )
+    parts = [attend_shard(queries, shard, device, 0.25) for shard in (keys[:200], keys[200:])]
     assert close_lse(parts[0][1][0, 0, 0], 5.473693637)
     assert close_lse(parts[1][1][0, 0, 0], 4.186993045)
     assert close_out(parts[0][0][0, 0, 0, 0], 0.049653768)
     assert close_out(parts[1][0][0, 0, 0, 0], 0.073093265)
-    out, lse = flashmla.merge_attention_states([p[0] for p in parts], [p[1] for p in parts])
+    out, lse = merge(parts, device)
     assert close_out(out[0, 0, 0, 0], 0.054726351)
     assert close_lse(lse[0, 0, 0], 5.717565281)
 
 
 def test_b17_split_and_unsplit_rows_agree_on_lse(kernel):
     lens = [1, 64, 65536, 63, 1]
-    inputs = formula_inputs(lens, 16, uniform=True, dims=(64, 64))
+    dims = small_dims(kernel, (64, 64))
+    inputs = formula_inputs(lens, 16, uniform=True, dims=dims)
     _, lse = attend(inputs, cases.plan_of(inputs, 9), kernel)
     expected = [0.0, 4.158883083, 11.090354889, 4.143134726, 0.0]
     for row, value in enumerate(expected):
         assert close_lse(lse[row].min(), value)
         assert close_lse(lse[row].max(), value)
-        alone = formula_inputs([lens[row]], 16, uniform=True, dims=(64, 64))
+        alone = formula_inputs([lens[row]], 16, uniform=True, dims=dims)
         assert close_lse(attend(alone, kernel=kernel)[1].max(), value)
 
 
@@ -292,23 +310,20 @@ def test_b18_lse_layout(kernel):
     assert close_out(out[1, 1, 19, 511], -0.077898378)
 
 
-def test_b19_tokens_dealt_round_robin_over_two_ranks():
+def test_b19_tokens_dealt_round_robin_over_two_ranks(device):
     keys = formula_k(0, 7)
-    outs, lses = [], []
-    for rank in range(2):
-        shard = keys[rank::2]
-        cache, table = paged([shard], 64, torch.bfloat16)
-        lens = torch.tensor([len(shard)], dtype=torch.int32)
-        # Query 0 sees the global tokens 0 to 5, query 1 also 6.
-        visible = torch.tensor([[3, 4 - rank]], dtype=torch.int32)
-        q = torch.zeros(1, 2, 1, 576, dtype=torch.bfloat16)
-        plan = flashmla.get_mla_metadata(lens, 2, 1)
-        out, lse = flashmla.flash_mla_with_kvcache(
-            q, cache, table, lens, 512, *plan, visible_lens=visible
+    q = torch.zeros(1, 2, 1, 576, dtype=torch.bfloat16)
+    # Query 0 sees the global tokens 0 to 5, query 1 also 6.
+    parts = [
+        attend_shard(
+            q,
+            keys[rank::2],
+            device,
+            visible_lens=torch.tensor([[3, 4 - rank]], dtype=torch.int32),
         )
-        outs.append(out)
-        lses.append(lse)
-    out, lse = flashmla.merge_attention_states(outs, lses)
+        for rank in range(2)
+    ]
+    out, lse = merge(parts, device)
     assert close_lse(lse[0, 0, 0], 1.791759469)
     assert close_lse(lse[0, 0, 1], 1.945910149)
     for row, expected in enumerate(
@@ -317,12 +332,12 @@ def test_b19_tokens_dealt_round_robin_over_two_ranks():
         assert (out[0, row, 0, :3].float() - torch.tensor(expected)).abs().max() < 2e-3
 
 
-def test_b20_long_rows_with_two_query_tokens():
+def test_b20_long_rows_with_two_query_tokens(device):
     one = formula_inputs([32768], 8, 2, causal=True, uniform=True)
     one.q = one.q.expand(128, -1, -1, -1)
     one.block_table = one.block_table.expand(128, -1)
     one.cache_seqlens = one.cache_seqlens.expand(128)
-    out, lse = attend(one)
+    out, lse = attend(one, kernel=device)
     assert out.isfinite().all()
     assert (lse[:, :, 0] - math.log(32767)).abs().max() < 2e-4
     assert (lse[:, :, 1] - math.log(32768)).abs().max() < 2e-4
@@ -370,31 +385,14 @@ def test_b23_any_number_of_heads(kernel, heads):
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 5, 8, 16, 32, 64, 128])
-def test_b23_nothing_is_written_around_the_results(heads):
+def test_b23_nothing_is_written_around_the_results(kernel, heads):
     inputs = formula_inputs([65, 200], heads, 2, causal=True)
-    around = torch.full((4, 2, heads, 512), 7.0, dtype=torch.bfloat16)
-    around_lse = torch.full((4, heads, 2), 7.0)
-    for kernel in KERNELS:
-        if kernel.dtype == torch.bfloat16:
-            around.fill_(7.0)
-            around_lse.fill_(7.0)
-            torch.ops.flashmla.decode_out(
-                inputs.q,
-                inputs.k_cache,
-                512,
-                inputs.cache_seqlens,
-                inputs.block_table,
-                0.25,
-                True,
-                *cases.plan_of(inputs, 3),
-                None,
-                kernel.index,
-                around[1:3],
-                around_lse[1:3],
-            )
-            assert agrees_with_float64(inputs, around[1:3], around_lse[1:3])
-            for guard in (around[0], around[3], around_lse[0], around_lse[3]):
-                assert (guard == 7.0).all(), kernel.name
+    around = torch.full((4, 2, heads, 512), 7.0, dtype=torch.bfloat16, device=device_of(kernel))
+    around_lse = torch.full((4, heads, 2), 7.0, device=device_of(kernel))
+    attend_into(inputs, cases.plan_of(inputs, 3), kernel, around[1:3], around_lse[1:3])
+    assert agrees_with_float64(inputs, around[1:3].cpu(), around_lse[1:3].cpu())
+    for guard in (around[0], around[3], around_lse[0], around_lse[3]):
+        assert (guard == 7.0).all()
 
 
 @pytest.mark.parametrize("dims", [(320, 256), (576, 512)])
@@ -419,7 +417,7 @@ def test_b24_bitwise_repeatable_for_every_number_of_parts(kernel, dims):
 
 
 def test_b24_any_number_of_parts_is_bitwise_repeatable_and_right(kernel):
-    inputs = formula_inputs([1000], 16, dims=(192, 128))
+    inputs = formula_inputs([1000], 16, dims=small_dims(kernel, (192, 128)))
     for parts in range(1, 17):
         plan = cases.plan_of(inputs, parts)
         out, lse = attend(inputs, plan, kernel)
@@ -439,17 +437,18 @@ def test_b24_peaked_scores(kernel):
 
 
 def test_b25_slices_of_a_larger_pool(kernel):
-    inputs = formula_inputs([97, 300], 16)
+    # On the device from the start: a slice that is moved is a tensor of its own.
+    inputs = formula_inputs([97, 300], 16).to(device_of(kernel))
     expected = attend(inputs, kernel=kernel)
     cache = inputs.k_cache
-    layers = torch.full((cache.shape[0], 3, 64, 1, 576), math.nan, dtype=cache.dtype)
+    layers = cache.new_full((cache.shape[0], 3, 64, 1, 576), math.nan)
     for layer in range(3):
         layers[:, layer] = cache
         inputs.k_cache = layers[:, layer]
         found = attend(inputs, kernel=kernel)
         assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
         layers[:, layer] = math.nan
-    wide = torch.full((cache.shape[0], 64, 1, 640), math.nan, dtype=cache.dtype)
+    wide = cache.new_full((cache.shape[0], 64, 1, 640), math.nan)
     wide[..., :576] = cache
     inputs.k_cache = wide[..., :576]
     found = attend(inputs, kernel=kernel)
@@ -457,21 +456,22 @@ def test_b25_slices_of_a_larger_pool(kernel):
 
 
 @pytest.mark.parametrize("others", [1, 7, 31, 127])
-def test_b31_a_row_of_one_part_has_the_bits_that_it_has_alone(others):
+def test_b31_a_row_of_one_part_has_the_bits_that_it_has_alone(device, others):
     lens = [300] + [(i * 37) % 211 for i in range(others)]
-    inputs = formula_inputs(lens, 4, dims=(192, 128))
+    inputs = formula_inputs(lens, 4, dims=small_dims(device, (192, 128)))
     batch = len(lens)
     last = 2**31 - 1
     metadata = torch.tensor([[0, 0, batch - 1, last, 0, 0, 0, 0]], dtype=torch.int32)
-    out, lse = attend(inputs, (metadata, torch.zeros(batch + 1, dtype=torch.int32)))
+    one_part = (metadata, torch.zeros(batch + 1, dtype=torch.int32))
+    out, lse = attend(inputs, one_part, device)
     alone = cases.Inputs(**vars(inputs))
     alone.q, alone.block_table = inputs.q[:1], inputs.block_table[:1]
     alone.cache_seqlens = inputs.cache_seqlens[:1]
-    expected = attend(alone, cases.plan_of(alone, 1))
+    expected = attend(alone, cases.plan_of(alone, 1), device)
     assert same_bits(out[:1], expected[0])
     assert same_bits(lse[:1], expected[1])
     # By the library's own plan rows may be split, which rounds differently, but no more than that.
-    found, _ = attend(inputs)
+    found, _ = attend(inputs, kernel=device)
     assert (found[:1].float() - expected[0].float()).abs().max() <= OUT
 
 
