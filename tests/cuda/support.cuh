@@ -423,8 +423,16 @@ inline float to_float(std::uint16_t bits, DType dtype) {
   return static_cast<float>(value);
 }
 
-inline Errors compare_with_reference(const Instance& instance, std::int32_t rows) {
-  const Problem& p = instance.problem;
+// Judges the rows 0, step, 2 * step, ... below `rows`.
+inline Errors compare_with_reference(const Instance& instance, std::int32_t rows,
+                                     std::int32_t step = 1) {
+  Problem p = instance.problem;
+  p.batch = (rows + step - 1) / step;
+  for (std::int64_t* stride :
+       {&p.q_batch_stride, &p.block_table_batch_stride, &p.cache_seqlens_stride,
+        &p.visible_lens_batch_stride, &p.out_batch_stride, &p.lse_batch_stride}) {
+    *stride *= step;
+  }
   const std::int32_t longest =
       std::max(1, *std::max_element(instance.spec.lengths.begin(), instance.spec.lengths.end()));
   const std::int64_t queries = static_cast<std::int64_t>(p.batch) * p.seq_len_q * p.num_heads_q;
@@ -442,7 +450,7 @@ inline Errors compare_with_reference(const Instance& instance, std::int32_t rows
   const std::vector<float> got_lse = instance.lse.download();
   Errors errors;
   double difference = 0.0, norm = 0.0;
-  for (std::int64_t row = 0; row < rows; ++row) {
+  for (std::int64_t row = 0; row < p.batch; ++row) {
     for (std::int64_t t = 0; t < p.seq_len_q; ++t) {
       for (std::int64_t h = 0; h < p.num_heads_q; ++h) {
         const std::int64_t query = (row * p.seq_len_q + t) * p.num_heads_q + h;
