@@ -217,6 +217,21 @@ TEST_P(Decode, HeadCounts) {
   }
 }
 
+// Rows are cut into groups of what a kernel takes at once, the last one smaller.
+TEST_P(Decode, MoreQueryRowsThanAKernelTakesAtOnce) {
+  for (const std::int64_t seq_len_q : {3, 5}) {
+    DecodeShape shape = shape_of({100, 30});
+    shape.num_heads_q = 63;
+    shape.seq_len_q = seq_len_q;
+    shape.head_dim = 64;
+    shape.head_dim_v = 64;
+    shape.causal = true;
+    DecodeCase call(shape);
+    call.plan(2);  // as many parts as threads: none of them asks for smaller groups
+    run_and_compare(call);
+  }
+}
+
 TEST_P(Decode, SeveralKeyValueHeads) {
   DecodeShape shape = shape_of({256});
   shape.seq_len_q = 4;
@@ -550,23 +565,29 @@ TEST_P(Decode, FollowsPlansByHand) {
 }
 
 TEST_P(Decode, LeavesRowsAloneThatNoPartWalks) {
-  DecodeShape shape = shape_of({200, 65, 129});
+  DecodeShape shape = shape_of({200, 50, 129});
   shape.num_heads_q = 2;
   shape.head_dim = 64;
   shape.head_dim_v = 64;
   DecodeCase call(shape);
   const Expected expected = evaluate(call);
-  call.plan_by_hand({{2, 0, 2, 3}, {-1}, {0, 0, 0, 1}, {0, 1, 0, 4}});
-  ASSERT_NO_FATAL_FAILURE(run(call));
-  const Array untouched_out(shape.dtype, {64}, kUnwritten);
-  const Array untouched_lse(DType::kFloat32, {1}, kUnwritten);
-  for (std::int64_t h = 0; h < 2; ++h) {
-    EXPECT_EQ(call.lse.at(1, h, 0), untouched_lse.at(0));
-    EXPECT_NEAR(call.lse.at(0, h, 0), expected.lse[h], lse_tolerance());
-    EXPECT_NEAR(call.lse.at(2, h, 0), expected.lse[4 + h], lse_tolerance());
-    for (std::int64_t c = 0; c < 64; ++c) {
-      ASSERT_EQ(call.out.at(1, 0, h, c), untouched_out.at(c));
-      ASSERT_NEAR(call.out.at(2, 0, h, c), expected.out[(4 + h) * 64 + c], out_tolerance());
+  const std::vector<std::vector<std::vector<std::int32_t>>> plans = {
+      {{2, 0, 2, 3}, {-1}, {0, 0, 0, 1}, {0, 1, 0, 4}},
+      {{2, 0, 2, 3}, {0, 0, 1, 0}},  // the part ends before row 1 begins
+  };
+  for (const auto& plan : plans) {
+    call.plan_by_hand(plan);
+    ASSERT_NO_FATAL_FAILURE(run(call));
+    const Array untouched_out(shape.dtype, {64}, kUnwritten);
+    const Array untouched_lse(DType::kFloat32, {1}, kUnwritten);
+    for (std::int64_t h = 0; h < 2; ++h) {
+      EXPECT_EQ(call.lse.at(1, h, 0), untouched_lse.at(0));
+      EXPECT_NEAR(call.lse.at(0, h, 0), expected.lse[h], lse_tolerance());
+      EXPECT_NEAR(call.lse.at(2, h, 0), expected.lse[4 + h], lse_tolerance());
+      for (std::int64_t c = 0; c < 64; ++c) {
+        ASSERT_EQ(call.out.at(1, 0, h, c), untouched_out.at(c));
+        ASSERT_NEAR(call.out.at(2, 0, h, c), expected.out[(4 + h) * 64 + c], out_tolerance());
+      }
     }
   }
 }

@@ -1,0 +1,262 @@
+"""Changes of one line that each must make a test fail: who guards what.
+
+A mutation is (file under src/, text that stands in it once, its replacement, the tests that must
+fail, as a regular expression for ctest). run.py builds and runs them.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Mutation(NamedTuple):
+    """One planted fault."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+PLANNER = r"^Planner\."
+HAND_PLANS = r"/Decode\.(FollowsPlansByHand|RandomCalls).*cpu_portable_bf16"
+
+MUTATIONS = [
+    # --- problem: the only place that rejects input
+    Mutation(
+        "problem/problem.cpp",
+        "if (num_heads_q % num_heads_k != 0) {",
+        "if (num_heads_q < num_heads_k) {",
+        r"/DecodeMessage\.",
+    ),
+    Mutation(
+        "problem/problem.cpp",
+        ": 1.0 / std::sqrt(static_cast<double>(head_dim)));",
+        ": 1.0 / std::sqrt(static_cast<double>(request.head_dim_v)));",
+        r"/Decode\.Accuracy.*cpu_portable_bf16",
+    ),
+    Mutation(
+        "problem/check.cpp",
+        "if (tensor.strides[next] < span) {",
+        "if (tensor.strides[next] + 1 < span) {",
+        r"^Check\.",
+    ),
+    Mutation(
+        "problem/check.cpp",
+        "static_cast<std::uint64_t>(bytes) > tensor.size_bytes",
+        "static_cast<std::uint64_t>(bytes) > tensor.size_bytes + 1",
+        r"^Check\.|Message\.",
+    ),
+    Mutation(
+        "problem/contents.cpp",
+        "if (visible < previous || visible > length) {",
+        "if (visible < 0 || visible > length) {",
+        r"^Contents\.|Message\.",
+    ),
+    Mutation(
+        "problem/contents.cpp",
+        "if (id < 0 || id >= problem.num_blocks) {",
+        "if (id < 0 || id > problem.num_blocks) {",
+        r"^Contents\.|Message\.",
+    ),
+    Mutation(
+        "problem/contents.cpp",
+        "if (length < 0 || length > limit) {",
+        "if (length < 0 || length > limit + 1) {",
+        r"^Contents\.|Message\.",
+    ),
+    # --- select: the first kernel that does not decline
+    Mutation(
+        "select/select.cpp",
+        "return (row.required & ~facts.cpu_features) == 0;",
+        "return row.required == 0 || (row.required & facts.cpu_features) != 0;",
+        r"^Select\.",
+    ),
+    Mutation(
+        "select/select.cpp",
+        "if (!forced.empty() && row.name != forced) continue;",
+        "if (!forced.empty() && row.name < forced) continue;",
+        r"^Select\.|^Abi\.",
+    ),
+    Mutation(
+        "select/select.cpp",
+        "if (&row == chosen) break;",
+        "if (&row == chosen) continue;",
+        r"^Select\.|^Abi\.",
+    ),
+    Mutation(
+        "select/cpu_features.cpp",
+        'Cap{"avx2", kAvx2},',
+        'Cap{"avx2", kUpToAvx512},',
+        r"^Select\.",
+    ),
+    # --- schedule: the planner
+    Mutation(
+        "schedule/planner.hpp",
+        "(length - 1) / kBlockTokens + 1",
+        "length / kBlockTokens + 1",
+        PLANNER,
+    ),
+    Mutation(
+        "schedule/planner.hpp",
+        "return share > least ? share : least;",
+        "return share > least ? share : least - 8;",
+        PLANNER,
+    ),
+    Mutation(
+        "schedule/planner.hpp",
+        "(inside - row_start_units + kUnitsPerBlock - 1) /",
+        "(inside - row_start_units) /",
+        PLANNER,
+    ),
+    Mutation(
+        "schedule/planner.hpp",
+        "return (offset + row_start_units) / payload + 1;",
+        "return (offset + row_start_units + 1) / payload + 1;",
+        PLANNER,
+    ),
+    Mutation(
+        "schedule/planner.hpp",
+        "static_cast<std::int32_t>(last - first) + 2;",
+        "static_cast<std::int32_t>(last - first) + 1;",
+        PLANNER,
+    ),
+    Mutation(
+        "schedule/planner.cpp",
+        "end.blocks_before = row > 0 ? blocks_of_length(length(row - 1)) : 0;",
+        "end.blocks_before = row > 0 ? blocks : 0;",
+        PLANNER,
+    ),
+    Mutation("schedule/planner.cpp", "if (block >= blocks) {", "if (block > blocks) {", PLANNER),
+    Mutation(
+        "schedule/planner.cpp",
+        "(part + 1) * payload <= row_end; ++part",
+        "(part + 1) * payload < row_end; ++part",
+        PLANNER,
+    ),
+    # --- schedule: reading any plan
+    Mutation(
+        "schedule/resolve.cpp",
+        "walk.begin_row >= problem.batch) {",
+        "walk.begin_row > problem.batch) {",
+        r"^Resolve\.|/Decode\.(FollowsPlans|RandomCalls|Leaves).*cpu_portable_bf16|/PlanMessage\.",
+    ),
+    Mutation(
+        "schedule/resolve.cpp",
+        "walk.end_block = std::min(walk.end_block, row_blocks(problem, walk.end_row));",
+        "walk.end_block = std::max(walk.end_block, row_blocks(problem, walk.end_row));",
+        r"^Resolve\.|" + HAND_PLANS,
+    ),
+    Mutation(
+        "schedule/resolve.cpp",
+        "(fields[2] == fields[0] && fields[3] < fields[1]);",
+        "(fields[2] == fields[0] && fields[3] <= fields[1]);",
+        r"^Resolve\.|^Plan\.|" + HAND_PLANS,
+    ),
+    Mutation(
+        "schedule/resolve.cpp",
+        "if (marks[row] == kWhole) return walked_twice(part, row);",
+        "if (marks[row] == kWhole && row < 0) return walked_twice(part, row);",
+        r"^Resolve\.|/PlanMessage\.",
+    ),
+    Mutation(
+        "schedule/resolve.cpp",
+        "if (marks[row] == kWhole || fragment.block_begin < covered) {",
+        "if ((marks[row] == kWhole && covered > 0) || fragment.block_begin < covered) {",
+        r"^Resolve\.|/PlanMessage\.",
+    ),
+    Mutation(
+        "schedule/resolve.cpp",
+        "if (fragment.block_begin > covered) return",
+        "if (fragment.block_begin > covered + 1) return",
+        r"^Resolve\.|/PlanMessage\.",
+    ),
+    Mutation(
+        "schedule/resolve.cpp",
+        "if (covered < blocks) return",
+        "if (covered + 1 < blocks) return",
+        r"^Resolve\.|/PlanMessage\.",
+    ),
+    Mutation(
+        "schedule/resolve.cpp",
+        "a.row < b.row : a.block_begin < b.block_begin;",
+        "a.row < b.row : a.part < b.part;",
+        r"^Resolve\.|" + HAND_PLANS,
+    ),
+    # --- combine: the merge
+    Mutation(
+        "combine/merge.hpp",
+        "return std::isinf(lse);",
+        "return lse > 1e38f;",
+        r"^MergeRow\.|/Merge\.",
+    ),
+    Mutation(
+        "combine/merge.hpp",
+        "if (!is_empty_part(lse)) scale.sum += std::exp(lse - scale.largest);",
+        "if (lse <= scale.largest) scale.sum += std::exp(lse - scale.largest);",
+        r"^MergeRow\.",
+    ),
+    Mutation("combine/merge.hpp", "? 0.0f : -0.0f;", "? 0.0f : 0.0f;", r"^MergeRow\.|/Merge\."),
+    Mutation(
+        "combine/merge.hpp",
+        "if (sum == 0.0f) return std::numeric_limits<float>::infinity();",
+        "if (sum == 0.0f) return -std::numeric_limits<float>::infinity();",
+        r"^MergeRow\.|/Merge\.",
+    ),
+    Mutation(
+        "combine/merge.hpp",
+        "const In* part = out_of(i) + begin;",
+        "const In* part = out_of(i);",
+        r"^MergeRow\.",
+    ),
+    # --- kv: cache formats
+    Mutation(
+        "kv/dense.hpp",
+        "return element_size(dtype) * head_dim;",
+        "return (element_size(dtype) + 2) / 2 * head_dim;",
+        r"^Dense\.",
+    ),
+    # --- backends/cpu/decode.cpp: the walk of a plan
+    Mutation(
+        "backends/cpu/decode.cpp",
+        "(rows - 1) / kernel.max_query_rows + 1,",
+        "rows / kernel.max_query_rows,",
+        r"/Decode\.MoreQueryRows.*cpu_portable_bf16",
+    ),
+    Mutation(
+        "backends/cpu/decode.cpp",
+        "if (begin != 0 || end < length) return;",
+        "if (begin != 0 || end < length - kBlockTokens) return;",
+        r"/Decode\.Leaves.*cpu_portable_bf16",
+    ),
+    Mutation(
+        "backends/cpu/decode.cpp",
+        "std::min<std::int64_t>(length, std::int64_t{share.block_end} * kBlockTokens));",
+        "std::int64_t{share.block_end} * kBlockTokens);",
+        r"/Decode\.(TailOfPage|UniformScores|FollowsPlans).*cpu_portable_bf16",
+    ),
+    Mutation(
+        "backends/cpu/decode.cpp",
+        "(std::int64_t{fragment} * problem_.num_heads_k + task.kv_head) * problem_.query_rows() +",
+        "(std::int64_t{fragment} * problem_.num_heads_k) * problem_.query_rows() +",
+        r"/Decode\.(SeveralKeyValueHeads|RandomCalls).*cpu_portable_bf16",
+    ),
+    Mutation(
+        "backends/cpu/decode.cpp",
+        "[&](std::int64_t i) { return lses[(base + i) * rows + r]; },",
+        "[&](std::int64_t i) { return lses[base * rows + i * rows + r - r % 2]; },",
+        HAND_PLANS,
+    ),
+    Mutation(
+        "backends/cpu/decode.cpp",
+        "row * ls[1] + head * ls[2] + t * ls[3];",
+        "row * ls[1] + head * ls[3] + t * ls[2];",
+        r"/Merge\.",
+    ),
+    Mutation(
+        "backends/cpu/decode.cpp",
+        "static_cast<std::size_t>(worker) * layout.scratch_stride;",
+        "static_cast<std::size_t>(worker) * 0;",
+        r"/Decode\.SameBits.*cpu_portable_bf16|^Threads\.",
+    ),
+]
