@@ -233,7 +233,7 @@ MUTATIONS = [
         "backends/cpu/decode.cpp",
         "std::min<std::int64_t>(length, std::int64_t{share.block_end} * kBlockTokens));",
         "std::int64_t{share.block_end} * kBlockTokens);",
-        r"/Decode\.(TailOfPage|UniformScores|FollowsPlans).*cpu_portable_bf16",
+        HAND_PLANS,
     ),
     Mutation(
         "backends/cpu/decode.cpp",
