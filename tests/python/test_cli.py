@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -284,6 +285,74 @@ def test_bench_times_a_workload_and_writes_its_files(tmp_path):
 )
 def test_bench_refuses(refusal, options, message):
     assert message in refusal("bench", *options)
+
+
+# What the package's GPU benchmark prints, by a program that needs no GPU.
+PRINTED = [
+    "workload,mode,us,tflops,gbs,percent_of_ceiling,relative_error",
+    "ceiling read,burst,,,4549,,",
+    "128x8192 h128 s1,burst,457.60,638.2,2640,74.8,1.81e-03",
+    "128x8192 h128 s1,apart_sustained,544.14,536.7,2220,68.3,1.81e-03",
+    "plan b8192,sustained,16.90,,,,",
+]
+
+
+@pytest.fixture
+def gpu_program(tmp_path, monkeypatch):
+    """Puts a program that prints the given lines in the place of the package's."""
+    from flashmla.cli import bench, bench_cuda
+
+    monkeypatch.setattr(bench, "require_support", lambda device: None)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
+    monkeypatch.setenv("COLUMNS", "120")
+    path = tmp_path / "cuda_bench"
+    monkeypatch.setattr(bench_cuda, "PROGRAM", path)
+
+    def make(lines: list[str], status: int = 0) -> None:
+        quoted = "\n".join(f"echo '{line}'" for line in lines)
+        path.write_text(f'#!/bin/sh\necho "$@" >{tmp_path}/arguments\n{quoted}\nexit {status}\n')
+        path.chmod(0o755)
+
+    return make
+
+
+def test_bench_of_a_gpu_shows_and_writes_what_its_program_measured(gpu_program, tmp_path, capsys):
+    from flashmla.cli import bench
+
+    gpu_program(PRINTED)
+    bench.run(device="cuda", only="8192", kernel="k", commit="abc", csv_path=tmp_path, as_json=True)
+    assert (tmp_path / "arguments").read_text() == "8192 k\n"
+    rows = json.loads(capsys.readouterr().out)
+    assert [row["us"] for row in rows] == [None, 457.6, 544.14, 16.9]
+    written = (tmp_path / "h200.csv").read_text().splitlines()
+    assert written[0] == PRINTED[0] + ",commit,date"
+    for line, printed in zip(written[1:], PRINTED[1:], strict=True):
+        assert line.startswith(printed + ",abc,20")
+    bench.run(device="cuda", commit="abc")
+    assert "128x8192 h128 s1  apart_sustained  544.14" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("lines", "status", "options", "message"),
+    [
+        (PRINTED, 2, {}, "ended with status 2"),
+        (["no CUDA device was found"], 0, {}, "printed 'no CUDA device was found' where"),
+        ([*PRINTED, "half,a,line"], 0, {}, "printed 'half,a,line', not 7 columns"),
+        (PRINTED[:2], 0, {"only": "none"}, "no workload contains 'none'"),
+        (PRINTED, 0, {"threads": [1]}, "--threads is given; on cuda it has no meaning"),
+        (PRINTED, 0, {"dtype": "float16"}, "on cuda dtype is bfloat16"),
+        (PRINTED, 0, {"device": "tpu"}, "--device is tpu; it must be cpu or cuda"),
+        (PRINTED, 0, {"device": "cpu"}, "on the CPU --isa decides"),
+        (PRINTED, 0, {"csv_path": Path("/none/there")}, "cannot write /none/there"),
+    ],
+)
+def test_bench_of_a_gpu_refuses(gpu_program, lines, status, options, message):
+    from flashmla.cli import bench
+    from flashmla.cli.console import Failure
+
+    gpu_program(lines, status)
+    with pytest.raises(Failure, match=re.escape(message)):
+        bench.run(**({"device": "cuda", "kernel": "k", "commit": "abc"} | options))
 
 
 def test_bench_measures_memory_beside_a_cache():

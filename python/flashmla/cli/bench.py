@@ -23,6 +23,7 @@ from rich.table import Table
 
 import flashmla
 from flashmla import cases, reference
+from flashmla.cli import bench_cuda
 from flashmla.cli.ceilings import Ceilings
 from flashmla.cli.console import Failure, console, errors, require_support
 from flashmla.cli.info import processor_name
@@ -129,7 +130,7 @@ def _fastest_peer(
 
 
 def _measure(
-    case: cases.Case, pool: torch.Tensor, ceilings: Ceilings, isa: str, seconds: float
+    case: cases.Case, pool: torch.Tensor, ceilings: Ceilings, isa: str, seconds: float, commit: str
 ) -> Row:
     batch, length = len(case.lens), case.lens[0]
     pages = batch * -(-length // case.page)
@@ -195,7 +196,7 @@ def _measure(
         torch_us=round(torch_us, 1),
         times_torch=round(torch_us / us, 2),
         relative_error=float(f"{error:.2e}"),
-        commit=_commit(),
+        commit=commit,
         date=datetime.date.today().isoformat(),
     )
 
@@ -280,7 +281,12 @@ def _plot(rows: list[Row], path: Path) -> None:
 
 
 def _measure_all(
-    todo: list[cases.Case], counts: list[int], dtype: torch.dtype, isa: str, seconds: float
+    todo: list[cases.Case],
+    counts: list[int],
+    dtype: torch.dtype,
+    isa: str,
+    seconds: float,
+    commit: str,
 ) -> list[Row]:
     rows = []
     with Progress(console=errors, transient=True) as progress:
@@ -291,13 +297,14 @@ def _measure_all(
             ceilings = Ceilings(dtype, count)
             for case in todo:
                 progress.update(task, description=f"{case.name}, {count} threads")
-                rows.append(_measure(case, pool, ceilings, isa, seconds))
+                rows.append(_measure(case, pool, ceilings, isa, seconds, commit))
                 progress.advance(task)
             ceilings.close()
     return rows
 
 
 def run(
+    device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     isa: Annotated[
         list[str] | None,
         typer.Option(help="Cap both sides: portable, avx2, avx512 or amx; may be repeated."),
@@ -316,15 +323,36 @@ def run(
         Path | None, typer.Option("--csv", help="Write a CSV file; in a folder, <device>.csv.")
     ] = None,
     plot: Annotated[Path | None, typer.Option(help="Write a chart (PNG or SVG).")] = None,
+    kernel: Annotated[str | None, typer.Option(help="On cuda: a kernel to force.")] = None,
+    commit: Annotated[
+        str | None, typer.Option(help="What is measured; default: git's HEAD.")
+    ] = None,
 ) -> None:
     """Time attention on this machine, cold cache, beside torch and the measured ceilings.
 
-    The peer is matmul, softmax, matmul on a contiguous cache, without lse, held to the same
-    instruction set, in the fastest of four forms that torch has for the shape. Ceilings are
+    On the CPU the peer is matmul, softmax, matmul on a contiguous cache, without lse, held to the
+    same instruction set, in the fastest of four forms that torch has for the shape. Ceilings are
     measured in turn with both: "read" by plain loads, the units by multiply-adds in registers (for
     tiles, from the first-level cache). Times are medians.
+
+    On a GPU times are of CUDA graphs: burst after an idle pause, sustained after 0.4 s of load,
+    apart with a foreign kernel between calls. Ceilings are the rates of reading memory and of
+    wgmma alone in the same mode.
     """
-    require_support("cpu")
+    if device not in ("cpu", "cuda"):
+        raise Failure(f"--device is {device}; it must be cpu or cuda")
+    require_support(device)
+    commit = _commit() if commit is None else commit
+    if device == "cuda":
+        for name, given in (("--isa", isa), ("--threads", threads), ("--memory", memory)):
+            if given:
+                raise Failure(f"{name} is given; on cuda it has no meaning")
+        if dtype != "bfloat16" or quick or plot is not None:
+            raise Failure("--dtype, --quick and --plot are for the CPU; on cuda dtype is bfloat16")
+        bench_cuda.run(only, kernel, commit, as_json, csv_path)
+        return
+    if kernel is not None:
+        raise Failure("--kernel is given; on the CPU --isa decides")
     dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
     if dtype not in dtypes:
         raise Failure(f"--dtype is {dtype}; it must be one of {', '.join(dtypes)}")
@@ -347,14 +375,15 @@ def run(
             + ", ".join(case.name for case in cases.load("perf"))
         )
     if isa and len(isa) > 1:
-        options = ["--dtype", dtype]
+        options = ["--dtype", dtype, "--commit", commit]
         options += [word for count in threads or [] for word in ("--threads", str(count))]
         options += ["--only", only] if only else []
         options += ["--quick"] if quick else []
         rows = [row for word in isa for row in _other_process(word, options)]
     else:
         counts = threads or sorted({1, torch.get_num_threads()})
-        rows = _measure_all(todo, counts, dtypes[dtype], cap or "all", 0.2 if quick else 1.0)
+        seconds = 0.2 if quick else 1.0
+        rows = _measure_all(todo, counts, dtypes[dtype], cap or "all", seconds, commit)
     if as_json:
         console.print_json(json.dumps([asdict(row) for row in rows]))
     else:
