@@ -31,11 +31,11 @@ def library_objects(build: Path) -> dict[Path, tuple[str, bool]]:
     objects = {}
     for entry in json.loads((build / "compile_commands.json").read_text(encoding="utf-8")):
         source = Path(entry["file"])
-        if "src" not in source.parts or "tests" in source.parts:
-            continue
         command = shlex.split(entry["command"])
+        output = Path(command[command.index("-o") + 1])
+        if "src" not in source.parts or "tests" in (*source.parts, *output.parts):
+            continue
         flagged = any(INSTRUCTION_SET_FLAG.match(word) for word in command)
-        output = command[command.index("-o") + 1]
         objects[Path(entry["directory"], output)] = (source.parent.name, flagged)
     return objects
 
