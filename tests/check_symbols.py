@@ -27,16 +27,16 @@ WEAK = set("WVu")  # nm: weak function, weak object, unique global
 
 
 def library_objects(build: Path) -> dict[Path, tuple[str, bool]]:
-    """For each object compiled from src/: its source's folder, and whether flags were given."""
+    """For each of the library's objects: its source's folder, and whether flags were given."""
     objects = {}
     for entry in json.loads((build / "compile_commands.json").read_text(encoding="utf-8")):
         source = Path(entry["file"])
         command = shlex.split(entry["command"])
-        output = Path(command[command.index("-o") + 1])
-        if "src" not in source.parts or "tests" in (*source.parts, *output.parts):
+        path = Path(entry["directory"], command[command.index("-o") + 1])
+        if "src" not in source.parts or path.relative_to(build).parts[0] == "tests":
             continue
         flagged = any(INSTRUCTION_SET_FLAG.match(word) for word in command)
-        objects[Path(entry["directory"], output)] = (source.parent.name, flagged)
+        objects[path] = (source.parent.name, flagged)
     return objects
 
 
@@ -80,7 +80,7 @@ def violations(build: Path, nm: str = "nm") -> list[str]:
 
 def main(arguments: list[str]) -> int:
     """Prints the violations; 1 when there is any."""
-    found = violations(Path(arguments[0]), *arguments[1:2])
+    found = violations(Path(arguments[0]).resolve(), *arguments[1:2])
     print("\n".join(found) if found else "no symbol of an instruction set is shared")
     return 1 if found else 0
 
