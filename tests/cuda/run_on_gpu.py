@@ -172,7 +172,8 @@ def steps(arguments: argparse.Namespace, scratch: Path) -> tuple[list[Step], lis
     package = "" if has_module("flashmla") else "the package flashmla is not installed"
     pytest = package or ("" if has_module("pytest") else "pytest is not installed")
     junit = scratch / "junit.xml"
-    command = [sys.executable, "-m", "pytest", "-q", "-m", "gpu", "-p", "no:cacheprovider"]
+    command = [sys.executable, "-m", "pytest", "-v", "-m", "gpu", "-p", "no:cacheprovider"]
+    command += ["-o", "faulthandler_timeout=100"]  # a kernel that hangs shows where
     # Warnings of another torch than the one that the tests are written against are no failures.
     command += ["-W", "default", f"--junit-xml={junit}", "tests/python"]
     if has_module("xdist"):
