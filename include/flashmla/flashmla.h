@@ -10,6 +10,9 @@
  *  - Shapes and strides are counted in elements. A tensor argument that is optional is absent when
  *    it is all zero.
  *  - Every call may be made from several threads at once.
+ *  - Lengths, block ids and plans are checked on the CPU. On a GPU that would mean to wait for it:
+ * a call does so when the environment variable FLASHMLA_CHECK is 1, and is else harmless, its
+ *    result unspecified, whatever they hold.
  *  - Every log-sum-exp is a natural logarithm. */
 #ifndef FLASHMLA_FLASHMLA_H
 #define FLASHMLA_FLASHMLA_H

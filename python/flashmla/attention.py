@@ -107,9 +107,11 @@ def flash_mla_with_kvcache(
         and lse +inf. A row that no part of the plan walks keeps what its outputs held.
 
     Raises:
-        RuntimeError: a wrong shape, dtype, device, stride or (on the CPU) value; the message names
-            the argument, what it was and what is accepted, and nothing is written. Also where
-            gradients are asked for: this is inference only.
+        RuntimeError: a wrong shape, dtype, device, stride or value; the message names the argument,
+            what it was and what is accepted, and nothing is written. On a GPU values are checked
+            only with `FLASHMLA_CHECK=1` in the environment, which waits for the GPU at each call;
+            without it a wrong one is harmless and its result unspecified. Also where gradients
+            are asked for: this is inference only.
     """
     _library.library()
     tensors = {

@@ -189,6 +189,7 @@ struct Case {
   bool causal = false;
   bool visible_lens = false;   // random ones
   bool strided = false;        // padding between tokens, heads and rows
+  bool tight = false;          // no column of the table that no row uses
   float q_scale = 1.0f;        // standard deviation of q: larger is peakier
   float softmax_scale = 0.0f;  // 0: head_dim ** -0.5
   std::int32_t num_parts = 0;  // 0: as many as suit the device
@@ -308,7 +309,7 @@ inline Instance make_instance(const Case& spec, std::uint32_t seed, bool hostile
   std::int64_t pages = 3;  // some that nobody uses
   for (const std::int32_t length : spec.lengths) {
     const std::int32_t count = (length + p.page_size - 1) / p.page_size;
-    most_pages = std::max(most_pages, count + 1);
+    most_pages = std::max(most_pages, spec.tight ? count : count + 1);
     pages += count;
   }
   p.num_blocks = pages;

@@ -246,6 +246,7 @@ def test_info_says_why_each_kernel_is_or_is_not_chosen():
 def test_wrong_arguments_and_environment_end_in_a_message(refusal, monkeypatch):
     assert "is (77, 512); it must be one of" in refusal("info", "--head-dim", 77)
     assert "--dtype is int8" in refusal("info", "--dtype", "int8")
+    assert "--device is tpu; it must be cpu or cuda" in refusal("info", "--device", "tpu")
     monkeypatch.setenv("FLASHMLA_ISA", "fast")
     assert 'FLASHMLA_ISA is "fast"' in refusal("info")
     assert run("info", "--no-such-option").returncode == 2

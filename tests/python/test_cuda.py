@@ -351,6 +351,21 @@ def test_what_the_gpu_does_not_take_is_refused_in_words(gpu):
         call(small, library_plan(small))
 
 
+@pytest.mark.parametrize("heads", [16, 32, 128])
+def test_the_kernel_that_is_explained_is_the_one_that_computes(gpu, heads):
+    inputs = formula_inputs([97, 130], heads).to(gpu)
+    tensors = (inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens, 512)
+    chosen, reasons = _library.explain_selection(*tensors)
+    (kernel,) = (k for k in KERNELS if k.name == chosen)
+    assert kernel.dtype == torch.bfloat16
+    assert all(reasons.values())
+    plan = library_plan(inputs)
+    assert equal(attend(inputs, plan, kernel), call(inputs, plan))
+    last = KERNELS[-1]  # of float16
+    with pytest.raises(RuntimeError, match=f"kernel {last.name} computes float16, q is bfloat16"):
+        attend(inputs, plan, last)
+
+
 @pytest.mark.parametrize("name", ["k_cache", "block_table", "cache_seqlens"])
 def test_a_tensor_left_on_the_cpu_is_named(gpu, name):
     inputs = formula_inputs([97, 130], 16)

@@ -14,7 +14,7 @@ from rich.markup import escape
 from rich.table import Table
 
 import flashmla
-from flashmla import _library
+from flashmla import _library, cases
 from flashmla.cli.console import Failure, console, kernels, require_support
 
 
@@ -75,6 +75,9 @@ def _verdicts(call: tuple) -> dict[str, str]:
 
 
 def run(
+    device: Annotated[
+        str, typer.Option(help="Where the problem's tensors are: cpu or cuda.")
+    ] = "cpu",
     dtype: Annotated[str, typer.Option(help="bfloat16, float16 or float32.")] = "bfloat16",
     batch: Annotated[int, typer.Option(min=1, help="Rows.")] = 1,
     seq_len_q: Annotated[int, typer.Option(min=1, help="Query tokens of a row.")] = 1,
@@ -86,22 +89,29 @@ def run(
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON.")] = False,
 ) -> None:
     """Show devices, instruction sets, kernels, and why each is or is not chosen for a problem."""
-    require_support("cpu")
+    if device not in ("cpu", "cuda"):
+        raise Failure(f"--device is {device}; it must be cpu or cuda")
+    require_support(device)
     dtypes = {str(k.dtype).removeprefix("torch."): k.dtype for k in kernels()}
     if dtype not in dtypes:
         raise Failure(f"--dtype is {dtype}; it must be one of {', '.join(sorted(dtypes))}")
     problem = (
         f"batch {batch}, {seq_len_q} x {heads} queries, {kv_heads} kv heads, "
-        f"{head_dim}/{head_dim_v}, page {page}, {dtype}"
+        f"{head_dim}/{head_dim_v}, page {page}, {dtype}, on {device}"
     )
+    # Block 0 in every table, one token a row.
+    call = cases.Inputs(
+        q=torch.zeros(batch, seq_len_q, heads, head_dim, dtype=dtypes[dtype]),
+        k_cache=torch.zeros(1, page, kv_heads, head_dim, dtype=dtypes[dtype]),
+        block_table=torch.zeros(batch, 1, dtype=torch.int32),
+        cache_seqlens=torch.ones(batch, dtype=torch.int32),
+        head_dim_v=head_dim_v,
+        softmax_scale=None,
+        causal=False,
+        visible_lens=None,
+    ).to(device)
     verdicts = _verdicts(
-        (
-            torch.zeros(batch, seq_len_q, heads, head_dim, dtype=dtypes[dtype]),
-            torch.zeros(1, page, kv_heads, head_dim, dtype=dtypes[dtype]),
-            torch.zeros(batch, 1, dtype=torch.int32),
-            torch.ones(batch, dtype=torch.int32),
-            head_dim_v,
-        )
+        (call.q, call.k_cache, call.block_table, call.cache_seqlens, call.head_dim_v)
     )
     facts = {
         "version": _library.version(),
