@@ -5,6 +5,7 @@
 #include <cuda_runtime.h>
 
 #include <array>
+#include <atomic>
 #include <bit>
 #include <cmath>
 #include <numeric>
@@ -198,6 +199,10 @@ Result<std::int32_t> attribute(std::int32_t device, cudaDeviceAttr which) {
 }  // namespace
 
 Result<std::int32_t> compute_capability(std::int32_t device) {
+  // Asked for several times a call, and never another: what was found once is kept.
+  static std::array<std::atomic<std::int32_t>, 64> known{};
+  const bool is_kept = device >= 0 && device < static_cast<std::int32_t>(known.size());
+  if (is_kept && known[device] != 0) return known[device].load();
   int count = 0;
   const cudaError_t error = cudaGetDeviceCount(&count);
   if (error != cudaSuccess || count == 0) {
@@ -213,7 +218,9 @@ Result<std::int32_t> compute_capability(std::int32_t device) {
   if (!major.ok()) return major.status();
   const Result<std::int32_t> minor = attribute(device, cudaDevAttrComputeCapabilityMinor);
   if (!minor.ok()) return minor.status();
-  return 10 * major.value() + minor.value();
+  const std::int32_t capability = 10 * major.value() + minor.value();
+  if (is_kept) known[device] = capability;
+  return capability;
 }
 
 Result<std::int32_t> num_parts(std::int32_t device, std::int64_t num_heads_per_head_k,
