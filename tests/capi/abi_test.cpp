@@ -155,7 +155,8 @@ TEST(Abi, IsaCapsTheSelection) {
       flashmla_kernel_info info{};
       info.struct_size = sizeof(info);
       ASSERT_EQ(flashmla_kernel_at(i, &info), FLASHMLA_OK);
-      if (static_cast<DType>(info.dtype) == dtype && info.usable == 0) above = info.name;
+      const bool fits = info.device_type == FLASHMLA_CPU && static_cast<DType>(info.dtype) == dtype;
+      if (fits && info.usable == 0) above = info.name;
     }
     ASSERT_NE(above, "");
     forced.kernel = above.c_str();
