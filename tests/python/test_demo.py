@@ -158,6 +158,7 @@ def test_the_operator_writes_the_plain_models_tokens(dtype, page_size, temperatu
     assert summary.tokens_per_second == pytest.approx(15 / summary.decode_seconds)
 
 
+@pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
 def test_both_models_run_on_a_gpu():
     def moved(q, *rest, **options):
