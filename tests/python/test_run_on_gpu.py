@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import importlib.util
+import os
+import subprocess
 import sys
 import time
 from pathlib import Path
@@ -114,3 +116,23 @@ def test_the_report_names_what_failed(runner, tmp_path, monkeypatch):
         assert part in text
     assert "```\nits text\n```" in text
     assert "| 1x1 h128 s1 | burst | 4.00 |" in text
+
+
+def test_without_hypothesis_the_rest_runs_and_it_is_said(tmp_path):
+    missing = 'raise ModuleNotFoundError("No module named hypothesis", name="hypothesis")\n'
+    (tmp_path / "hypothesis.py").write_text(missing)
+    environment = {**os.environ, "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
+    environment["PYTHONPATH"] = os.pathsep.join(
+        [str(tmp_path), *filter(None, [environment.get("PYTHONPATH")])]
+    )
+    done = subprocess.run(
+        [sys.executable, "-m", "pytest", "--collect-only", "-m", "gpu", "-p", "no:cacheprovider"],
+        cwd=Path(__file__).parent,
+        env=environment,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:]
+    assert "hypothesis is not installed; left out: test_attention.py, " in done.stdout
+    assert "test_b24_race_hunt" in done.stdout
