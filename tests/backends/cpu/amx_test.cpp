@@ -39,9 +39,14 @@ class Amx : public ::testing::Test {
   }
 
   static void expect_right(DecodeCase& decode_case) {
-    const DecodeCase::Outcome outcome = decode_case.run(kKernel);
-    ASSERT_EQ(outcome.status, FLASHMLA_OK) << outcome.message;
-    EXPECT_TRUE(result_close(decode_case, evaluate(decode_case)));
+    const Expected expected = evaluate(decode_case);
+    // One thread takes all query rows in one task; four share them out.
+    for (const std::int32_t num_threads : {1, 4}) {
+      TestExecutor executor = backward_executor(num_threads);
+      const DecodeCase::Outcome outcome = decode_case.run(kKernel, executor.get());
+      ASSERT_EQ(outcome.status, FLASHMLA_OK) << outcome.message;
+      EXPECT_TRUE(result_close(decode_case, expected)) << num_threads << " threads";
+    }
   }
 };
 
@@ -126,7 +131,7 @@ TEST_F(Amx, StridesAndSplits) {
 // Logits that grow along the sequence raise the reference again and again: in the middle of a
 // block, at its begin, in some rows and not in others, up to 1e4.
 TEST_F(Amx, GrowingLogits) {
-  for (const std::int64_t heads : {16, 64}) {
+  for (const std::int64_t heads : {16, 32, 64}) {
     for (const double largest : {60.0, 1000.0, 1e4}) {
       for (const double sign : {1.0, -1.0}) {
         SCOPED_TRACE(std::to_string(heads) + " heads, up to " + std::to_string(largest));
@@ -157,7 +162,7 @@ TEST_F(Amx, GrowingLogits) {
 
 // A reference far above all later scores, and one raised at the very last token.
 TEST_F(Amx, OneTokenOutweighsAll) {
-  for (const std::int64_t heads : {16, 64}) {
+  for (const std::int64_t heads : {16, 32, 64}) {
     for (const std::int64_t place : {0, 40, 127, 128, 300, 519}) {
       SCOPED_TRACE(std::to_string(heads) + " heads, token " + std::to_string(place));
       DecodeShape shape;

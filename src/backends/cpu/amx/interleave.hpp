@@ -5,6 +5,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <utility>
 
 #include "backends/cpu/amx/layout.hpp"
 #include "backends/cpu/amx/tile.hpp"
@@ -12,71 +13,80 @@
 namespace flashmla::cpu::amx {
 namespace {
 
-// V of a block, 32 tokens and 32 columns at a time, becomes two tiles. Unpacking works inside
+// V of a block, 32 columns at a time: a panel, which stays in the first-level cache while all rows
+// use it and the next one is made. A unit of 32 tokens becomes two tiles. Unpacking works inside
 // 128-bit lanes, so of each eight columns the first tile has the first four, the second tile the
 // others: O keeps that order until it is finished.
 class ValueInterleave {
  public:
-  // A piece is four pairs of tokens of 32 columns.
-  static constexpr std::int32_t kPairsPerPiece = 4;
-  static std::int32_t pieces_per_unit(std::int32_t head_dim_v) {
-    return head_dim_v / kTileElements * (kTileRows / kPairsPerPiece);
-  }
-  // Tiles of 32 columns of a unit; units of the same columns follow one another.
   static constexpr std::int32_t kUnitBytes = 2 * kTileBytes;
-  static constexpr std::int32_t kColumnsBytes =
+  static constexpr std::int32_t kPanelBytes =
       ManyRows::kBlockTokens / ManyRows::kUnitTokens * kUnitBytes;
+  static constexpr std::int32_t kPiecesPerUnit = 4;
 
-  ValueInterleave(std::byte* values, std::int32_t head_dim_v)
-      : values_(values), column_groups_(head_dim_v / kTileElements) {}
+  // `panels`: room for two.
+  explicit ValueInterleave(std::byte* panels) : next_(panels), panel_(panels + kPanelBytes) {}
 
-  // `tiles`: two for each unit, 16 tokens each.
-  void begin_block(const TileView* tiles) {
+  // The tokens of the panels that follow: two tiles for each unit, 16 tokens each.
+  void begin_block(const TileView* tiles, std::int32_t units) {
     tiles_ = tiles;
-    ready_ = unit_ = columns_ = pair_ = 0;
+    pieces_ = units * kPiecesPerUnit;
+    begin_panel(0);
   }
 
-  void set_ready(std::int32_t units) { ready_ = units; }
+  // The panel that begins at `column` follows.
+  void begin_panel(std::int32_t column) {
+    offset_ = std::int64_t{column} * 2;
+    target_ = next_;
+    piece_ = 0;
+  }
 
   [[gnu::always_inline]] void run(std::int32_t pieces) {
-    for (; pieces > 0 && unit_ < ready_; --pieces) run_piece();
+    for (; pieces > 0 && piece_ < pieces_; --pieces) run_piece();
   }
 
-  void finish_block() {
-    while (unit_ < ready_) run_piece();
+  // The panel begun, which is valid until another one is begun and finished.
+  const std::byte* finish_panel() {
+    while (piece_ < pieces_) run_piece();
+    std::swap(next_, panel_);
+    return panel_;
   }
 
  private:
+  // Four pairs of tokens: a quarter of a unit, half of a tile of the cache.
+  static constexpr std::int32_t kPairsPerPiece = kTileRows / kPiecesPerUnit;
+
   [[gnu::always_inline]] void run_piece() {
-    constexpr std::int32_t kPairsPerTile = kTileRows / 2;
-    const TileView tile = tiles_[unit_ * 2 + pair_ / kPairsPerTile];
-    const std::byte* token =
-        tile.base + pair_ % kPairsPerTile * 2 * tile.stride + columns_ * kTileRowBytes;
-    std::byte* first = values_ + std::int64_t{columns_} * kColumnsBytes +
-                       std::int64_t{unit_} * kUnitBytes + pair_ * kTileRowBytes;
+    if (piece_ % 2 == 0) {
+      const TileView& tile = tiles_[piece_ / 2];
+      source_ = tile.base + offset_;
+      stride_ = tile.stride;
+    }
+    const std::int64_t stride = stride_;
+    const std::byte* token = source_;
+    std::byte* first = target_;
     for (std::int32_t i = 0; i < kPairsPerPiece; ++i) {
       const __m512i even = _mm512_loadu_si512(token);
-      const __m512i odd = _mm512_loadu_si512(token + tile.stride);
-      _mm512_store_si512(first, _mm512_unpacklo_epi16(even, odd));
-      _mm512_store_si512(first + kTileBytes, _mm512_unpackhi_epi16(even, odd));
-      token += 2 * tile.stride;
-      first += kTileRowBytes;
+      const __m512i odd = _mm512_loadu_si512(token + stride);
+      _mm512_store_si512(first + i * kTileRowBytes, _mm512_unpacklo_epi16(even, odd));
+      _mm512_store_si512(first + i * kTileRowBytes + kTileBytes, _mm512_unpackhi_epi16(even, odd));
+      token += 2 * stride;
     }
-    pair_ += kPairsPerPiece;
-    if (pair_ < kTileRows) return;
-    pair_ = 0;
-    if (++columns_ < column_groups_) return;
-    columns_ = 0;
-    ++unit_;
+    source_ = token;
+    // The second tile of a unit lies between its first and the next unit.
+    target_ = first + kPairsPerPiece * kTileRowBytes;
+    if (++piece_ % kPiecesPerUnit == 0) target_ += kTileBytes;
   }
 
-  std::byte* values_;
-  std::int32_t column_groups_;
+  std::byte* next_;   // where the panel begun goes
+  std::byte* panel_;  // the one before
   const TileView* tiles_ = nullptr;
-  std::int32_t ready_ = 0;
-  std::int32_t unit_ = 0;
-  std::int32_t columns_ = 0;
-  std::int32_t pair_ = 0;
+  std::int64_t offset_ = 0;  // of the panel's columns, in bytes
+  std::int32_t pieces_ = 0;
+  std::int32_t piece_ = 0;
+  const std::byte* source_ = nullptr;
+  std::int64_t stride_ = 0;
+  std::byte* target_ = nullptr;
 };
 
 }  // namespace

@@ -45,10 +45,15 @@ class Decode {
   static void run(const Problem& problem, const Task& task, std::byte* memory) {
     Decode decode(problem, task, memory);
     decode.load_queries();
-    for (std::int32_t begin = 0; begin < decode.end_; begin += Shape::kBlockTokens) {
-      decode.load_block(begin);
-      decode.scores();
-      decode.accumulate();
+    if constexpr (Shape::kBlocksInFlight == 2) {
+      decode.run_blocks_overlapped();
+    } else {
+      for (std::int32_t begin = 0; begin < decode.end_; begin += Shape::kBlockTokens) {
+        decode.load_block(decode.blocks_[0], begin);
+        decode.scores(decode.blocks_[0], nullptr);
+        decode.finish_scores();
+        decode.accumulate(decode.blocks_[0]);
+      }
     }
     decode.finish();
   }
@@ -67,7 +72,7 @@ class Decode {
         dot_steps_(problem.head_dim / kTileElements),
         results_(scratch_.sink),
         softmax_(scratch_, problem, row_tiles_),
-        interleave_(scratch_.values, problem.head_dim_v) {
+        interleave_(scratch_.panels) {
     for (std::int32_t row = 0; row < row_tiles_ * kTileRows; ++row) {
       const std::int32_t token = query(std::min(row, rows_ - 1)).token;
       scratch_.visible[row] = std::clamp(problem.visible_tokens(task.row, token) - task.token_begin,
@@ -76,7 +81,26 @@ class Decode {
     // Visible counts do not decrease with the row.
     least_visible_ = scratch_.visible[0];
     end_ = scratch_.visible[rows_ - 1];
+    for (std::int32_t i = 0; i < Shape::kBlocksInFlight; ++i) {
+      blocks_[i].weights = scratch_.weights[i];
+      blocks_[i].gathered = scratch_.gathered[i];
+    }
     std::memset(scratch_.zero_row, 0, static_cast<std::size_t>(problem.head_dim) * 2);
+  }
+
+  // The scores of a block, between which the softmax of the one before runs, then that one's
+  // values.
+  void run_blocks_overlapped() {
+    const Block<Shape>* before = nullptr;
+    for (std::int32_t begin = 0; begin < end_; begin += Shape::kBlockTokens) {
+      Block<Shape>& block = blocks_[begin / Shape::kBlockTokens % Shape::kBlocksInFlight];
+      load_block(block, begin);
+      scores(block, before);
+      if (before != nullptr) accumulate(*before);
+      before = &block;
+    }
+    finish_scores();
+    if (before != nullptr) accumulate(*before);
   }
 
   QueryRow query(std::int32_t row) const {
@@ -125,37 +149,35 @@ class Decode {
   }
 
   // Finds the block that begins at token `begin`.
-  void load_block(std::int32_t begin) {
-    begin_ = begin;
-    count_ = std::min(Shape::kBlockTokens, end_ - begin);
-    for (std::int32_t tile = 0; tile < divide_up(count_, kTileRows); ++tile) {
-      keys_[tile] = locate_tile(tile);
+  void load_block(Block<Shape>& block, std::int32_t begin) {
+    block.begin = begin;
+    block.count = std::min(Shape::kBlockTokens, end_ - begin);
+    for (std::int32_t tile = 0; tile < divide_up(block.count, kTileRows); ++tile) {
+      block.keys[tile] = locate_tile(block, tile);
     }
     const TileView nothing{scratch_.zero_row, 0};
-    std::fill(keys_ + divide_up(count_, kTileRows), keys_ + kBlockTiles, nothing);
-
-    const std::int32_t units_end =
-        begin + divide_up(count_, Shape::kUnitTokens) * Shape::kUnitTokens;
-    softmax_.begin_block(begin, count_, units_end > least_visible_, begin == 0);
-    if constexpr (Shape::kInterleavedValues) interleave_.begin_block(keys_);
+    std::fill(block.keys + divide_up(block.count, kTileRows), block.keys + kBlockTiles, nothing);
+    if constexpr (Shape::kInterleavedValues) {
+      interleave_.begin_block(block.keys, divide_up(block.count, Shape::kUnitTokens));
+    }
 
     const std::int32_t next = std::min(end_, begin + Shape::kBlockTokens);
     const std::int32_t next_end = std::min(end_, next + Shape::kBlockTokens);
     prefetch_ = BlockPrefetch(problem_, task_.row, task_.kv_head, task_.token_begin + next,
-                              task_.token_begin + next_end, steps_of_block());
+                              task_.token_begin + next_end, steps_of_block(block.count));
   }
 
   // Steps of products in a block of this size, over which the next block's lines are spread.
-  std::int32_t steps_of_block() const {
+  std::int32_t steps_of_block(std::int32_t count) const {
     const std::int32_t score_blocks =
-        divide_up(count_, Shape::kGroupTokens) * divide_up(row_tiles_, Shape::kGroupRowTiles);
-    return score_blocks * dot_steps_ + divide_up(count_, Shape::kUnitTokens) * value_blocks();
+        divide_up(count, Shape::kGroupTokens) * divide_up(row_tiles_, Shape::kGroupRowTiles);
+    return score_blocks * dot_steps_ + divide_up(count, Shape::kUnitTokens) * value_blocks();
   }
 
   // The 16 tokens of a tile, in place where they lie in one page; else a copy in which tokens past
   // the end are zero.
-  TileView locate_tile(std::int32_t tile) {
-    const std::int32_t first = begin_ + tile * kTileRows;
+  TileView locate_tile(const Block<Shape>& block, std::int32_t tile) {
+    const std::int32_t first = block.begin + tile * kTileRows;
     const std::int32_t token = task_.token_begin + first;
     if (token % problem_.page_size + kTileRows <= problem_.page_size && first + kTileRows <= end_) {
       return {reinterpret_cast<const std::byte*>(
@@ -163,7 +185,7 @@ class Decode {
               problem_.k_token_stride * 2};
     }
     const std::int64_t token_bytes = std::int64_t{problem_.head_dim} * 2;
-    std::byte* copy = scratch_.gathered + tile * kTileRows * token_bytes;
+    std::byte* copy = block.gathered + tile * kTileRows * token_bytes;
     for (std::int32_t i = 0; i < kTileRows; ++i) {
       const void* source = first + i < end_ ? static_cast<const void*>(cached_token<BFloat16>(
                                                   problem_, task_.row, task_.kv_head, token + i))
@@ -175,90 +197,102 @@ class Decode {
 
   // --- scores and softmax -----------------------------------------------------------------------
 
-  void scores() {
-    const std::int32_t groups = divide_up(count_, Shape::kGroupTokens);
+  // The scores of a block; their softmax but for that of the last block of score tiles. `before`:
+  // the block whose values are to follow, if any.
+  void scores(const Block<Shape>& block, const Block<Shape>* before) {
+    const std::int32_t groups = divide_up(block.count, Shape::kGroupTokens);
     for (std::int32_t group = 0; group < groups; ++group) {
-      if constexpr (Shape::kInterleavedValues) interleave_.set_ready(group + 1);
       for (std::int32_t row_tile = 0; row_tile < row_tiles_; row_tile += Shape::kGroupRowTiles) {
-        softmax_.make_room(group, row_tile);
-        score_block(group, row_tile);
+        score_block(block, group, row_tile);
+        // That of the last row tiles runs when the values of `before` are done.
+        const std::int32_t row_tile_end = std::min(row_tiles_, row_tile + Shape::kGroupRowTiles);
+        softmax_.begin_scores(block, row_tile_end < row_tiles_ ? before : nullptr, group, row_tile,
+                              row_tile_end, least_visible_);
       }
     }
-    flush_scores();
-    softmax_.finish_block();
-    if constexpr (Shape::kInterleavedValues) interleave_.finish_block();
   }
 
-  // Scores of a group of tokens and of the row tiles from `row_tile` on.
-  void score_block(std::int32_t group, std::int32_t row_tile) {
-    const std::int32_t row_tiles = std::min(Shape::kGroupRowTiles, row_tiles_ - row_tile);
+  void finish_scores() {
+    results_.flush(scratch_.sink);
+    softmax_.finish_scores();
+  }
 
-    const auto key = [&](std::int32_t step, std::int32_t tile) __attribute__((always_inline)) {
-      const TileView& view = keys_[group * kGroupTiles + tile];
-      return TileView{view.base + step * kTileRowBytes, view.stride};
-    };
-    const std::byte* queries = query_tile(row_tile, 0);
-    const std::int64_t query_stride = std::int64_t{dot_steps_} * kTileBytes;
-    const auto query = [&](std::int32_t step, std::int32_t tile) __attribute__((always_inline)) {
-      return TileView{queries + tile * query_stride + step * kTileBytes, kTileRowBytes};
-    };
-    // Divisions, so not in the loop.
-    const std::int32_t softmax_cost = softmax_cost_per_step();
-    [[maybe_unused]] const std::int32_t interleave_pieces = interleave_pieces_per_step();
-    const auto background = [&](std::int32_t step) __attribute__((always_inline)) {
-      if (step == 0) {
-        softmax_.add_ready(row_tiles_to_add_);
-        row_tiles_to_add_ = 0;
-      }
-      softmax_.run(softmax_cost);
-      if constexpr (Shape::kInterleavedValues) interleave_.run(interleave_pieces);
-      prefetch_.step();
-    };
-
-    std::byte* first = reinterpret_cast<std::byte*>(softmax_.scores(group, row_tile));
+  // Scores of a group of tokens and of the row tiles from `row_tile` on. Between the products runs
+  // the softmax of the block of products before this one.
+  void score_block(const Block<Shape>& block, std::int32_t group, std::int32_t row_tile) {
+    const TileView* keys = block.keys + group * kGroupTiles;
+    const TileView first_query{query_tile(row_tile, 0), kTileRowBytes};
+    std::byte* first = reinterpret_cast<std::byte*>(scratch_.scores);
     if constexpr (Shape::kGroupRowTiles == 1) {
       results_.begin({first, first + kTileBytes, first + 2 * kTileBytes, first + 3 * kTileBytes},
                      false);
-      multiply_4x1(
-          results_, dot_steps_,
-          key, [&](std::int32_t step) __attribute__((always_inline)) { return query(step, 0); },
-          background);
-    } else if (row_tiles == 2) {
-      std::byte* second = first + kGroupTiles * kTileBytes;
-      results_.begin({first, second, first + kTileBytes, second + kTileBytes}, false);
-      multiply_2x2(results_, dot_steps_, key, query, background);
+      multiply_scores(Products4x1{{{keys[0], keys[1], keys[2], keys[3]}, kTileRowBytes},
+                                  {{first_query}, kTileBytes}});
     } else {
-      results_.begin({first, first + kTileBytes, scratch_.sink, scratch_.sink}, false);
-      multiply_pair<2, 1>(results_, dot_steps_, key, query, background);
+      const Operand<2> key_tiles{{keys[0], keys[1]}, kTileRowBytes};
+      if (row_tile + 1 < row_tiles_) {
+        std::byte* second = first + kGroupTiles * kTileBytes;
+        const TileView second_query{query_tile(row_tile + 1, 0), kTileRowBytes};
+        results_.begin({first, second, first + kTileBytes, second + kTileBytes}, false);
+        multiply_scores(Products2x2<false, true, Operand<2>, Operand<2>>{
+            key_tiles, {{first_query, second_query}, kTileBytes}});
+      } else {
+        results_.begin({first, first + kTileBytes, scratch_.sink, scratch_.sink}, false);
+        multiply_scores(ProductsPair<2>{key_tiles, {{first_query}, kTileBytes}});
+      }
     }
-    // Ready for softmax once stored, which the next block of products does.
-    row_tiles_to_add_ += row_tiles;
+    softmax_.finish_scores();
   }
 
-  void flush_scores() {
-    results_.flush(scratch_.sink);
-    softmax_.add_ready(row_tiles_to_add_);
-    row_tiles_to_add_ = 0;
+  // Softmax slices after a product: one is the smoothest; more where there are too few products.
+  template <class Products>
+  [[gnu::always_inline]] void multiply_scores(const Products& products) {
+    constexpr std::int32_t kUnits = Softmax<Shape>::kUnitsPerGroup * Shape::kGroupRowTiles;
+    constexpr std::int32_t kPartsNeeded = kUnits * Softmax<Shape>::kSlices;
+    if (kPartsNeeded <= 4 * (dot_steps_ - 2)) {
+      multiply_scores_at<1>(products);
+    } else if (kPartsNeeded <= 2 * 4 * (dot_steps_ - 2)) {
+      multiply_scores_at<2>(products);
+    } else {
+      multiply_scores_at<6>(products);
+    }
   }
 
-  // At these rates softmax and interleave keep up with the products that feed them.
-  std::int32_t softmax_cost_per_step() const {
-    return divide_up(SoftmaxQueue<Shape>::kUnitsPerGroup * SoftmaxQueue<Shape>::kUnitCost *
-                         Shape::kGroupRowTiles,
-                     dot_steps_);
-  }
-  std::int32_t interleave_pieces_per_step() const {
-    return divide_up(ValueInterleave::pieces_per_unit(problem_.head_dim_v),
-                     dot_steps_ * divide_up(row_tiles_, Shape::kGroupRowTiles));
+  template <std::int32_t kSlicesPerPart, class Products>
+  [[gnu::noinline]] void multiply_scores_at(const Products products) {
+    constexpr std::int32_t kUnitSteps = Softmax<Shape>::kSlices / (4 * kSlicesPerPart);
+    const auto others = [&](auto part) __attribute__((always_inline)) {
+      // The first panel of values.
+      if constexpr (Shape::kInterleavedValues) interleave_.run(1);
+      if constexpr (part == 3) prefetch_.step();
+    };
+    multiply_first_step(results_, products, dot_steps_, others);
+    std::int32_t step = 1;
+    for (; softmax_.has_plain_unit() && step + kUnitSteps < dot_steps_; step += kUnitSteps) {
+      typename Softmax<Shape>::Unit unit;
+      softmax_.begin_unit(unit);
+      for_each_constant<kUnitSteps>([&](auto unit_step) __attribute__((always_inline)) {
+        const auto softmax = [&](auto part) __attribute__((always_inline)) {
+          for_each_constant<kSlicesPerPart>([&](auto i) __attribute__((always_inline)) {
+            softmax_.template run_slice<(unit_step * 4 + part) * kSlicesPerPart + i>(unit);
+          });
+          if constexpr (part == 3) prefetch_.step();
+        };
+        multiply_step<false>(products, step + unit_step, softmax);
+      });
+      softmax_.next_unit();
+    }
+    for (; step < dot_steps_ - 1; ++step) multiply_step<false>(products, step, others);
+    multiply_step<true>(products, step, others);
   }
 
   // --- accumulate -------------------------------------------------------------------------------
 
-  void accumulate() {
-    if (has_hidden_non_finite()) {
-      accumulate_apart();
+  void accumulate(const Block<Shape>& block) {
+    if (has_hidden_non_finite(block)) {
+      accumulate_apart(block);
     } else {
-      accumulate_values(Shape::kInterleavedValues ? nullptr : keys_);
+      accumulate_values(block, block.keys);
     }
   }
 
@@ -271,16 +305,23 @@ class Decode {
     }
   }
 
-  // O += P V for all rows. ManyRows reads `scratch_.values`, FewRows the tiles given.
-  void accumulate_values(const TileView* values) {
-    for (std::int32_t row_tile = 0; row_tile < row_tiles_; row_tile += Shape::kGroupRowTiles) {
-      if constexpr (Shape::kInterleavedValues) {
-        for (std::int32_t column = 0; column < problem_.head_dim_v; column += kTileElements) {
-          value_block_interleaved(row_tile, column);
+  // O += P V for all rows. ManyRows reads the panels of `interleave_`, FewRows the tiles given.
+  void accumulate_values(const Block<Shape>& block, const TileView* values) {
+    if constexpr (Shape::kInterleavedValues) {
+      for (std::int32_t column = 0; column < problem_.head_dim_v; column += kTileElements) {
+        const std::byte* panel = interleave_.finish_panel();
+        // One past the last is never begun.
+        if (column + kTileElements < problem_.head_dim_v) {
+          interleave_.begin_panel(column + kTileElements);
         }
-      } else {
+        for (std::int32_t row_tile = 0; row_tile < row_tiles_; row_tile += 2) {
+          value_block_interleaved(block, row_tile, column, panel);
+        }
+      }
+    } else {
+      for (std::int32_t row_tile = 0; row_tile < row_tiles_; ++row_tile) {
         for (std::int32_t column = 0; column < problem_.head_dim_v; column += 2 * kTileElements) {
-          value_block_in_place(row_tile, column, values);
+          value_block_in_place(block, row_tile, column, values);
         }
       }
     }
@@ -292,61 +333,81 @@ class Decode {
            (std::int64_t{row_tile} * (problem_.head_dim_v / kTileFloats) + column / kTileFloats) *
                kTileBytes;
   }
-  const std::byte* weight_tiles(std::int32_t row_tile) const {
-    return scratch_.weights + std::int64_t{row_tile} * kBlockUnits * Shape::kUnitBytes;
+  static const std::byte* weight_tiles(const Block<Shape>& block, std::int32_t row_tile) {
+    return block.weights + std::int64_t{row_tile} * kBlockUnits * Shape::kUnitBytes;
   }
 
   // Two row tiles (or the last one) times 32 columns, 32 tokens a step.
-  void value_block_interleaved(std::int32_t row_tile, std::int32_t column) {
-    const std::byte* values =
-        scratch_.values + std::int64_t{column / kTileElements} * ValueInterleave::kColumnsBytes;
-    const std::byte* weights = weight_tiles(row_tile);
-    const auto weight = [&](std::int32_t step, std::int32_t i) __attribute__((always_inline)) {
-      return TileView{weights + (i * kBlockUnits + step) * kTileBytes, kTileRowBytes};
-    };
-    const auto value = [&](std::int32_t step, std::int32_t i) __attribute__((always_inline)) {
-      return TileView{values + step * ValueInterleave::kUnitBytes + i * kTileBytes, kTileRowBytes};
-    };
-    const auto background = [&](std::int32_t) __attribute__((always_inline)) {
-      prefetch_.step();
-    };
-    const std::int32_t steps = divide_up(count_, Shape::kUnitTokens);
+  void value_block_interleaved(const Block<Shape>& block, std::int32_t row_tile,
+                               std::int32_t column, const std::byte* values) {
+    const std::byte* weights = weight_tiles(block, row_tile);
+    const TileView first_weights{weights, kTileRowBytes};
+    const Operand<2> value_tiles{{{values, kTileRowBytes}, {values + kTileBytes, kTileRowBytes}},
+                                 ValueInterleave::kUnitBytes};
+    const std::int32_t steps = divide_up(block.count, Shape::kUnitTokens);
     std::byte* first = output_tile(row_tile, column);
     if (row_tile + 1 < row_tiles_) {
+      const TileView second_weights{weights + kBlockUnits * kTileBytes, kTileRowBytes};
       std::byte* second = output_tile(row_tile + 1, column);
-      results_.begin({first, first + kTileBytes, second, second + kTileBytes}, begin_ != 0);
-      multiply_2x2(results_, steps, weight, value, background);
+      results_.begin({first, first + kTileBytes, second, second + kTileBytes}, block.begin != 0);
+      multiply_values(
+          Products2x2<true, false, Operand<2>, Operand<2>>{
+              {{first_weights, second_weights}, kTileBytes}, value_tiles},
+          steps);
     } else {
-      results_.begin({first, first + kTileBytes, scratch_.sink, scratch_.sink}, begin_ != 0);
-      multiply_pair<1, 2>(results_, steps, weight, value, background);
+      results_.begin({first, first + kTileBytes, scratch_.sink, scratch_.sink}, block.begin != 0);
+      multiply_values(ProductsPair<1>{{{first_weights}, kTileBytes}, value_tiles}, steps);
     }
   }
 
   // {p, 0} and {0, p} of a row tile times 64 columns, 16 tokens a step: the even and the odd
   // columns of each 32.
-  void value_block_in_place(std::int32_t row_tile, std::int32_t column, const TileView* tokens) {
-    const std::byte* weights = weight_tiles(row_tile);
-    const auto weight = [&](std::int32_t step, std::int32_t i) __attribute__((always_inline)) {
-      return TileView{weights + step * Shape::kUnitBytes + i * kTileBytes, kTileRowBytes};
-    };
-    const std::int64_t offset = std::int64_t{column} * 2;
-    const auto value = [&](std::int32_t step, std::int32_t i) __attribute__((always_inline)) {
-      return TileView{tokens[step].base + offset + i * kTileRowBytes, tokens[step].stride};
-    };
-    const auto background = [&](std::int32_t) __attribute__((always_inline)) {
-      prefetch_.step();
-    };
+  void value_block_in_place(const Block<Shape>& block, std::int32_t row_tile, std::int32_t column,
+                            const TileView* tokens) {
+    const std::byte* weights = weight_tiles(block, row_tile);
+    const Operand<2> weight_tiles{{{weights, kTileRowBytes}, {weights + kTileBytes, kTileRowBytes}},
+                                  Shape::kUnitBytes};
     std::byte* first = output_tile(row_tile, column);
     std::byte* second = output_tile(row_tile, column + kTileElements);
-    results_.begin({first, second, first + kTileBytes, second + kTileBytes}, begin_ != 0);
-    multiply_2x2(results_, divide_up(count_, Shape::kUnitTokens), weight, value, background);
+    results_.begin({first, second, first + kTileBytes, second + kTileBytes}, block.begin != 0);
+    multiply_values(
+        Products2x2<false, false, Operand<2>, TokenOperand>{weight_tiles,
+                                                            {tokens, std::int64_t{column} * 2}},
+        divide_up(block.count, Shape::kUnitTokens));
+  }
+
+  // Tokens where they lie, 16 a step: columns from `offset` bytes on.
+  struct TokenOperand {
+    const TileView* tokens;
+    std::int64_t offset;
+
+    [[gnu::always_inline]] TileView operator()(std::int32_t step, int tile) const {
+      return {tokens[step].base + offset + tile * kTileRowBytes, tokens[step].stride};
+    }
+  };
+
+  template <class Products>
+  [[gnu::always_inline]] void multiply_values(const Products& products, std::int32_t steps) {
+    // The next panel is done with the products of this one.
+    const std::int32_t pieces =
+        divide_up(ValueInterleave::kPiecesPerUnit, divide_up(row_tiles_, 2));
+    const auto background = [&](auto part) __attribute__((always_inline)) {
+      if constexpr (Shape::kInterleavedValues && part == 1) interleave_.run(pieces);
+      if constexpr (part == 3) prefetch_.step();
+    };
+    multiply_first_step(results_, products, steps, background);
+    if (steps == 1) return;
+    std::int32_t step = 1;
+    for (; step < steps - 1; ++step) multiply_step<false>(products, step, background);
+    multiply_step<true>(products, step, background);
   }
 
   // A weight of zero hides a token, unless its value is inf or NaN.
-  bool has_hidden_non_finite() const {
+  bool has_hidden_non_finite(const Block<Shape>& block) const {
     const __m512i exponent = _mm512_set1_epi16(0x7f80);
-    for (std::int32_t token = std::max(begin_, least_visible_); token < begin_ + count_; ++token) {
-      const std::byte* value = value_of(token);
+    for (std::int32_t token = std::max(block.begin, least_visible_);
+         token < block.begin + block.count; ++token) {
+      const std::byte* value = value_of(block, token);
       for (std::int32_t column = 0; column < problem_.head_dim_v; column += kTileElements) {
         const __m512i bits = _mm512_loadu_si512(value + std::int64_t{column} * 2);
         if (_mm512_cmpeq_epi16_mask(_mm512_and_si512(bits, exponent), exponent) != 0) return true;
@@ -354,26 +415,27 @@ class Decode {
     }
     return false;
   }
-  const std::byte* value_of(std::int32_t token) const {
-    const TileView& tile = keys_[(token - begin_) / kTileRows];
-    return tile.base + (token - begin_) % kTileRows * tile.stride;
+  const std::byte* value_of(const Block<Shape>& block, std::int32_t token) const {
+    const TileView& tile = block.keys[(token - block.begin) / kTileRows];
+    return tile.base + (token - block.begin) % kTileRows * tile.stride;
   }
 
   // As accumulate_values(), once for each visible count, with what that count hides replaced by
   // zeros; of each pass only the rows with that count are kept. What they get is bit for bit what
   // they would get alone.
-  void accumulate_apart() {
+  void accumulate_apart(const Block<Shape>& block) {
     for (std::int32_t row = 0; row < rows_;) {
       const std::int32_t visible = scratch_.visible[row];
       std::int32_t row_end = row + 1;
       while (row_end < rows_ && scratch_.visible[row_end] == visible) ++row_end;
 
       TileView values[kBlockTiles];
-      copy_visible_values(visible, values);
-      if (begin_ != 0 && row != 0)
+      copy_visible_values(block, visible, values);
+      if (block.begin != 0 && row != 0)
         copy_outputs(scratch_.outputs_aside, scratch_.outputs, row, row_end);
-      if (begin_ != 0 && row == 0) copy_outputs(scratch_.outputs, scratch_.outputs_aside, 0, rows_);
-      accumulate_values(values);
+      if (block.begin != 0 && row == 0)
+        copy_outputs(scratch_.outputs, scratch_.outputs_aside, 0, rows_);
+      accumulate_values(block, values);
       copy_outputs(scratch_.outputs, scratch_.outputs_aside, row, row_end);
       row = row_end;
     }
@@ -382,23 +444,21 @@ class Decode {
 
   // Values of the block of which tokens from `visible` on are zero: in `scratch_.values`, as
   // accumulate_values() reads them.
-  void copy_visible_values(std::int32_t visible, TileView* values) {
+  void copy_visible_values(const Block<Shape>& block, std::int32_t visible, TileView* values) {
     const std::int64_t stride = std::int64_t{problem_.head_dim} * 2;
     for (std::int32_t tile = 0; tile < kBlockTiles; ++tile) {
-      values[tile] = keys_[tile];
-      if (begin_ + (tile + 1) * kTileRows <= visible) continue;
+      values[tile] = block.keys[tile];
+      if (block.begin + (tile + 1) * kTileRows <= visible) continue;
       std::byte* copy = scratch_.gathered_values + tile * kTileRows * stride;
       for (std::int32_t i = 0; i < kTileRows; ++i) {
-        const std::int32_t token = begin_ + tile * kTileRows + i;
-        std::memcpy(copy + i * stride, token < visible ? value_of(token) : scratch_.zero_row,
+        const std::int32_t token = block.begin + tile * kTileRows + i;
+        std::memcpy(copy + i * stride, token < visible ? value_of(block, token) : scratch_.zero_row,
                     static_cast<std::size_t>(problem_.head_dim_v) * 2);
       }
       values[tile] = {copy, stride};
     }
     if constexpr (Shape::kInterleavedValues) {
-      interleave_.begin_block(values);
-      interleave_.set_ready(divide_up(count_, Shape::kUnitTokens));
-      interleave_.finish_block();
+      interleave_.begin_block(values, divide_up(block.count, Shape::kUnitTokens));
     }
   }
 
@@ -421,14 +481,14 @@ class Decode {
   void finish() const {
     for (std::int32_t row = 0; row < rows_; ++row) {
       const QueryRow where = query(row);
-      const float total = scratch_.totals[row];
+      const double total = scratch_.totals[row];
       const bool empty = scratch_.visible[row] == 0;
-      const float inverse = empty ? 0.0f : 1.0f / total;
+      const float inverse = empty ? 0.0f : static_cast<float>(1.0 / total);
       constexpr double kLn2 = 0.69314718055994530942;
       const float lse =
           empty ? std::numeric_limits<float>::infinity()
                 : static_cast<float>(static_cast<double>(scratch_.references[row]) * kLn2 +
-                                     std::log(static_cast<double>(total)));
+                                     std::log(total));
       if (task_.partial_out != nullptr) {
         float* out = task_.partial_out + std::int64_t{row} * problem_.head_dim_v;
         for_each_32_columns(row, inverse, [&](std::int32_t column, __m512 low, __m512 high) {
@@ -488,15 +548,11 @@ class Decode {
   std::int32_t end_ = 0;
 
   ResultTiles results_;
-  SoftmaxQueue<Shape> softmax_;
+  Softmax<Shape> softmax_;
   ValueInterleave interleave_;
   BlockPrefetch prefetch_;
-  std::int32_t row_tiles_to_add_ = 0;  // their last scores are still in the registers
 
-  // The block.
-  std::int32_t begin_ = 0;
-  std::int32_t count_ = 0;
-  TileView keys_[kBlockTiles];  // 16 tokens each
+  Block<Shape> blocks_[Shape::kBlocksInFlight];
 };
 
 std::size_t scratch_bytes(const Problem& problem) {

@@ -32,6 +32,9 @@ struct FewRows {
   // Bytes of P for a row tile and a unit: the tile of {p, 0}, the tile of {0, p}.
   static constexpr std::int32_t kUnitBytes = 2 * kTileBytes;
   static constexpr bool kInterleavedValues = false;
+  // The scores of a block are computed before the values of the one before it, so that softmax has
+  // products to run between even where a block has one row tile.
+  static constexpr std::int32_t kBlocksInFlight = 2;
 };
 
 // ManyRows: the products are the limit. Values are interleaved once a block, token 2j with 2j + 1,
@@ -43,6 +46,7 @@ struct ManyRows {
   static constexpr std::int32_t kUnitTokens = 32;
   static constexpr std::int32_t kUnitBytes = kTileBytes;
   static constexpr bool kInterleavedValues = true;
+  static constexpr std::int32_t kBlocksInFlight = 1;
 };
 
 // The most query rows of a problem for which FewRows is the faster one.
@@ -52,10 +56,15 @@ inline bool has_few_rows(const Problem& problem) {
   return problem.query_rows() <= kFewRowsLimit;
 }
 
-// Blocks of score tiles, 4 KB each, between the products and the end of their softmax: one is being
-// stored, one is read, and softmax may fall behind by another. Few, to stay in the first-level
-// cache.
-inline constexpr std::int32_t kScoreBlocks = 4;
+// Tokens [begin, begin + count) of the task on their way through the phases.
+template <class Shape>
+struct Block {
+  std::int32_t begin;
+  std::int32_t count;
+  TileView keys[Shape::kBlockTokens / kTileRows];  // 16 tokens each, the last ones past the end
+  std::byte* weights;                              // of Scratch::weights
+  std::byte* gathered;                             // of Scratch::gathered
+};
 
 // The areas of a task's scratch, each 64-byte aligned.
 template <class Shape>
@@ -65,25 +74,26 @@ class Scratch {
     const std::int64_t rows = std::min(kMaxQueryRows, problem.query_rows());
     const std::int64_t row_tiles = (rows + kTileRows - 1) / kTileRows;
     const std::int64_t token_bytes = std::int64_t{problem.head_dim} * 2;
-    const std::int64_t value_bytes = std::int64_t{problem.head_dim_v} * 2;
     const std::int64_t score_block =
         std::int64_t{Shape::kGroupTokens} * Shape::kGroupRowTiles * kTileRowBytes;
     const std::int64_t units = Shape::kBlockTokens / Shape::kUnitTokens;
 
     queries = take<std::byte>(row_tiles * token_bytes * kTileRows);
-    scores = take<float>(kScoreBlocks * score_block);
-    weights = take<std::byte>(row_tiles * units * Shape::kUnitBytes);
+    scores = take<float>(score_block);
+    for (std::byte*& area : weights) area = take<std::byte>(row_tiles * units * Shape::kUnitBytes);
     outputs = take<float>(row_tiles * kTileRows * problem.head_dim_v * 4);
     outputs_aside = take<float>(row_tiles * kTileRows * problem.head_dim_v * 4);
-    gathered = take<std::byte>(Shape::kBlockTokens * token_bytes);
+    for (std::byte*& area : gathered) area = take<std::byte>(Shape::kBlockTokens * token_bytes);
     gathered_values = take<std::byte>(Shape::kBlockTokens * token_bytes);
-    if (Shape::kInterleavedValues) values = take<std::byte>(Shape::kBlockTokens * value_bytes);
+    if (Shape::kInterleavedValues) {
+      panels = take<std::byte>(2 * std::int64_t{Shape::kBlockTokens} * kTileElements * 2);
+    }
     zero_row = take<std::byte>(token_bytes);
     sink = take<std::byte>(4 * kTileBytes);
-    transposed = take<std::int32_t>(kTileBytes);
+    elements = take<std::int32_t>(kTileBytes);
+    unit_totals = take<float>(kTileRowBytes);
     references = take<float>(row_tiles * kTileRowBytes);
-    totals = take<float>(row_tiles * kTileRowBytes);
-    block_totals = take<float>(row_tiles * kTileRowBytes);
+    totals = take<double>(row_tiles * 2 * kTileRowBytes);
     visible = take<std::int32_t>(row_tiles * kTileRowBytes);
   }
 
@@ -92,31 +102,35 @@ class Scratch {
   // Q as B tiles, negated where softmax_scale is negative: [row tile][head_dim / 32][pair of dims]
   // [row][2] bf16.
   std::byte* queries;
-  // S transposed, as its tiles are stored, a block of score tiles after another in a ring of
-  // kScoreBlocks: [row tile of the block][token of the group][row] float.
+  // S of one block of score tiles, transposed, as the tiles are stored: [row tile of the block]
+  // [token of the group][row] float.
   float* scores;
-  // P as A tiles: [row tile][unit] of kUnitBytes. ManyRows: [row][token] bf16. FewRows:
+  // P as A tiles, of each block in flight: [row tile][unit] of kUnitBytes. ManyRows: [row][token]
+  // bf16. FewRows:
   // [{p, 0} or {0, p}][row][token][2] bf16.
-  std::byte* weights;
+  std::byte* weights[Shape::kBlocksInFlight];
   // O: [row tile][head_dim_v / 16][row][16 columns] float. Pairs of column tiles share 32 columns,
   // in the order that the shape's value tiles give.
   float* outputs;
   // A copy of `outputs`, for those blocks too.
   float* outputs_aside;
-  // Copies of the tokens that cannot be read where they lie: [token of the block][head_dim] bf16.
-  std::byte* gathered;
+  // Copies of the tokens that cannot be read where they lie, of each block in flight: [token of the
+  // block][head_dim] bf16.
+  std::byte* gathered[Shape::kBlocksInFlight];
   // Copies of the values of which hidden tokens are zero, in blocks with a hidden token that is not
   // finite: [token of the block][head_dim], of which head_dim_v are used.
   std::byte* gathered_values;
-  // ManyRows: V as B tiles: [head_dim_v / 32][unit][first or second tile][pair of tokens][16][2].
-  std::byte* values = nullptr;
-  std::byte* zero_row;       // head_dim zeros: stands for tokens past the end
-  std::byte* sink;           // takes the four tiles that the registers hold before the first result
-  std::int32_t* transposed;  // a unit of P half way through its transpose
+  // ManyRows: V as B tiles, two panels of 32 columns: [unit][first or second tile][pair of tokens]
+  // [16][2].
+  std::byte* panels = nullptr;
+  std::byte* zero_row;  // head_dim zeros: stands for tokens past the end
+  std::byte* sink;      // takes the four tiles that the registers hold before the first result
+  // A unit that was weighed anew: P before its transpose, and its sums [row of the row tile].
+  std::int32_t* elements;
+  float* unit_totals;
   // [row]. m, in units of log2; -inf before the row has seen a token.
   float* references;
-  float* totals;          // sum of P over the blocks that are done
-  float* block_totals;    // sum of P over this block
+  double* totals;         // sum of P: a long row adds thousands of units
   std::int32_t* visible;  // tokens of the task that the row sees
 
  private:

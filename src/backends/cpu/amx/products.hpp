@@ -4,6 +4,8 @@
 #include <array>
 #include <cstddef>
 #include <cstdint>
+#include <type_traits>
+#include <utility>
 
 #include "backends/cpu/amx/tile.hpp"
 
@@ -59,98 +61,139 @@ class ResultTiles {
   bool accumulate_ = false;
 };
 
-// Two A tiles times two B tiles, `steps` times: results a0 b0, a0 b1, a1 b0, a1 b1.
-//   a(step, i), b(step, i)   the operands' TileView
-//   background(step)         other work, after each step; after step 0 all former results are
-//   stored
-template <class A, class B, class Background>
-[[gnu::always_inline]] inline void multiply_2x2(ResultTiles& results, std::int32_t steps,
-                                                const A& a, const B& b,
-                                                const Background& background) {
-  const auto load = [&](std::int32_t step) __attribute__((always_inline)) {
-    load_tile<6>(b(step, 0));
-    load_tile<4>(a(step, 0));
-    load_tile<7>(b(step, 1));
-    load_tile<5>(a(step, 1));
-  };
-  load(0);
-  results.turn<0>();
-  multiply_tiles<0, 4, 6>();
-  results.turn<1>();
-  multiply_tiles<1, 4, 7>();
-  results.turn<2>();
-  multiply_tiles<2, 5, 6>();
-  results.turn<3>();
-  multiply_tiles<3, 5, 7>();
-  background(0);
-  for (std::int32_t step = 1; step < steps; ++step) {
-    load(step);
-    multiply_tiles<0, 4, 6>();
-    multiply_tiles<1, 4, 7>();
-    multiply_tiles<2, 5, 6>();
-    multiply_tiles<3, 5, 7>();
-    background(step);
-  }
+// Calls body with the constants 0 to kCount - 1.
+template <int kCount, class Body>
+[[gnu::always_inline]] inline void for_each_constant(const Body& body) {
+  [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) __attribute__((always_inline)) {
+    (body(std::integral_constant<int, kIndex>()), ...);
+  }(std::make_integer_sequence<int, kCount>());
 }
 
-// Four A tiles times one B tile, `steps` times. Three registers are left for A, so the last A tile
-// takes the first one's place.
-template <class A, class B, class Background>
-[[gnu::always_inline]] inline void multiply_4x1(ResultTiles& results, std::int32_t steps,
-                                                const A& a, const B& b,
-                                                const Background& background) {
-  const auto load = [&](std::int32_t step) __attribute__((always_inline)) {
-    load_tile<4>(b(step));
+// kTiles tiles, each a fixed distance further at each step. By value, so that addresses stay in
+// registers.
+template <int kTiles>
+struct Operand {
+  TileView first[kTiles];
+  std::int64_t step_bytes;
+
+  [[gnu::always_inline]] TileView operator()(std::int32_t step, int tile) const {
+    return {first[tile].base + step * step_bytes, first[tile].stride};
+  }
+};
+
+// Shapes of products: load(step) the operands of a step, then multiply<0>() to multiply<3>(). After
+// each, load_next<part>(step) replaces operands that have had their last product by those of
+// `step`. An operand gives the TileView of (step, tile).
+
+// Two A tiles times two B tiles: results a0 b0, a0 b1, a1 b0, a1 b1. Streamed tiles take no place
+// in the first-level cache, in which the other operand's are to stay.
+template <bool kStreamA, bool kStreamB, class A, class B>
+struct Products2x2 {
+  A a;
+  B b;
+
+  [[gnu::always_inline]] void load(std::int32_t step) const {
+    load_tile<6, kStreamB>(b(step, 0));
+    load_tile<4, kStreamA>(a(step, 0));
+    load_tile<7, kStreamB>(b(step, 1));
+    load_tile<5, kStreamA>(a(step, 1));
+  }
+  template <int kPart>
+  [[gnu::always_inline]] void multiply(std::int32_t) const {
+    multiply_tiles<kPart, 4 + kPart / 2, 6 + kPart % 2>();
+  }
+  template <int kPart>
+  [[gnu::always_inline]] void load_next(std::int32_t step) const {
+    if constexpr (kPart == 1) load_tile<4, kStreamA>(a(step, 0));
+    if constexpr (kPart == 2) load_tile<6, kStreamB>(b(step, 0));
+    if constexpr (kPart == 3) {
+      load_tile<7, kStreamB>(b(step, 1));
+      load_tile<5, kStreamA>(a(step, 1));
+    }
+  }
+};
+
+// Four A tiles times one B tile. Three registers are left for A, so the last A tile takes the first
+// one's place.
+struct Products4x1 {
+  Operand<4> a;
+  Operand<1> b;
+
+  [[gnu::always_inline]] void load(std::int32_t step) const {
+    load_tile<4>(b(step, 0));
     load_tile<5>(a(step, 0));
     load_tile<6>(a(step, 1));
     load_tile<7>(a(step, 2));
-  };
-  load(0);
-  results.turn<0>();
-  multiply_tiles<0, 5, 4>();
-  load_tile<5>(a(0, 3));
-  results.turn<1>();
-  multiply_tiles<1, 6, 4>();
-  results.turn<2>();
-  multiply_tiles<2, 7, 4>();
-  results.turn<3>();
-  multiply_tiles<3, 5, 4>();
-  background(0);
-  for (std::int32_t step = 1; step < steps; ++step) {
-    load(step);
-    multiply_tiles<0, 5, 4>();
-    load_tile<5>(a(step, 3));
-    multiply_tiles<1, 6, 4>();
-    multiply_tiles<2, 7, 4>();
-    multiply_tiles<3, 5, 4>();
-    background(step);
   }
-}
+  template <int kPart>
+  [[gnu::always_inline]] void multiply(std::int32_t step) const {
+    multiply_tiles<kPart, 5 + kPart % 3, 4>();
+    if constexpr (kPart == 0) load_tile<5>(a(step, 3));
+  }
+  template <int kPart>
+  [[gnu::always_inline]] void load_next(std::int32_t step) const {
+    if constexpr (kPart == 1) load_tile<6>(a(step, 1));
+    if constexpr (kPart == 2) load_tile<7>(a(step, 2));
+    if constexpr (kPart == 3) {
+      load_tile<4>(b(step, 0));
+      load_tile<5>(a(step, 0));
+    }
+  }
+};
 
-// One A tile times two B tiles (kA 1, kB 2), or two times one, where an odd row tile is left over.
-// The results go where a0 b0 and its neighbour would.
-template <int kA, int kB, class A, class B, class Background>
-[[gnu::always_inline]] inline void multiply_pair(ResultTiles& results, std::int32_t steps,
-                                                 const A& a, const B& b,
-                                                 const Background& background) {
-  static_assert(kA * kB == 2);
-  results.turn<0>();
-  results.turn<1>();
-  results.turn<2>();
-  results.turn<3>();
-  for (std::int32_t step = 0; step < steps; ++step) {
+// One A tile times two B tiles (kA 1), or two times one, where an odd row tile is left over: the
+// first two results.
+template <int kA>
+struct ProductsPair {
+  Operand<kA> a;
+  Operand<3 - kA> b;
+
+  [[gnu::always_inline]] void load(std::int32_t step) const {
     load_tile<4>(a(step, 0));
     load_tile<6>(b(step, 0));
-    multiply_tiles<0, 4, 6>();
     if constexpr (kA == 2) {
       load_tile<5>(a(step, 1));
-      multiply_tiles<1, 5, 6>();
     } else {
       load_tile<7>(b(step, 1));
-      multiply_tiles<1, 4, 7>();
     }
-    background(step);
   }
+  template <int kPart>
+  [[gnu::always_inline]] void multiply(std::int32_t) const {
+    if constexpr (kPart < 2) {
+      multiply_tiles<kPart, kA == 2 ? 4 + kPart : 4, kA == 2 ? 6 : 6 + kPart>();
+    }
+  }
+  template <int kPart>
+  [[gnu::always_inline]] void load_next(std::int32_t step) const {
+    if constexpr (kPart == 1) load(step);
+  }
+};
+
+// A step whose operands are loaded; kLast: no step follows. background(part) is other work after
+// each product. All instructions in flight wait in one queue, so it pays to load early and to keep
+// that work short.
+template <bool kLast, class Products, class Background>
+[[gnu::always_inline]] inline void multiply_step(const Products& products, std::int32_t step,
+                                                 const Background& background) {
+  for_each_constant<4>([&](auto part) __attribute__((always_inline)) {
+    products.template multiply<part>(step);
+    if constexpr (!kLast) products.template load_next<part>(step + 1);
+    background(part);
+  });
+}
+
+// Step 0 of a block of products of `steps`, which stores all former results.
+template <class Products, class Background>
+[[gnu::always_inline]] inline void multiply_first_step(ResultTiles& results,
+                                                       const Products& products, std::int32_t steps,
+                                                       const Background& background) {
+  products.load(0);
+  for_each_constant<4>([&](auto part) __attribute__((always_inline)) {
+    results.turn<part>();
+    products.template multiply<part>(0);
+    if (steps > 1) products.template load_next<part>(1);
+    background(part);
+  });
 }
 
 }  // namespace

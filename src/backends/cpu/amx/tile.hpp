@@ -25,10 +25,16 @@ struct TileView {
   std::int64_t stride;  // bytes between rows
 };
 
-template <int kTile>
+// kStream: without a place in the first-level cache.
+template <int kTile, bool kStream = false>
 [[gnu::always_inline]] inline void load_tile(TileView view) {
-  asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(view.base), "r"(view.stride)
-               : "memory");
+  if constexpr (kStream) {
+    asm volatile("tileloaddt1 (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(view.base), "r"(view.stride)
+                 : "memory");
+  } else {
+    asm volatile("tileloadd (%1,%2,1), %%tmm%c0" ::"i"(kTile), "r"(view.base), "r"(view.stride)
+                 : "memory");
+  }
 }
 
 // Contiguous: 1 KB at `base`.
