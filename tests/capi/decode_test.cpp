@@ -34,6 +34,7 @@ class Decode : public ::testing::TestWithParam<Kernel> {
     ASSERT_NO_FATAL_FAILURE(run(call));
     EXPECT_TRUE(result_close(call, evaluate(call)));
   }
+  bool overflows_near_the_largest_value() const { return GetParam().name == "cpu_amx_bf16"; }
   double out_tolerance() const { return 2 * tolerance_of(GetParam().dtype).out_relative; }
   double lse_tolerance() const { return tolerance_of(GetParam().dtype).lse_absolute; }
 };
@@ -412,6 +413,59 @@ TEST_P(Decode, LogitsOfTenThousandDoNotOverflow) {
       EXPECT_TRUE(lse_close(call.lse, expected.lse, {0, 2e-3, 0}));
       EXPECT_TRUE(out_close(call.out, expected.out, tolerance_of(shape.dtype)));
     }
+  }
+}
+
+TEST_P(Decode, LargestInputsGiveFiniteResults) {
+  if (overflows_near_the_largest_value()) GTEST_SKIP() << "docs/numerics.md says so";
+  const double largest = GetParam().dtype == DType::kFloat16 ? 6e4 : 3e38;
+  const auto token = [&](auto... place) { return largest * fixed_k(place...); };
+  for (const double factor : {0.0, 1e-30, 1.0, largest}) {
+    const auto query = [&](auto... place) { return factor * fixed_q(place...); };
+    for (const double scale : {0.25, -1e-30, 1e30, 0.0}) {
+      DecodeShape shape = shape_of({700, 1});
+      shape.num_heads_q = 3;
+      shape.softmax_scale = scale;
+      DecodeCase call(shape, query, token);
+      for (const std::int32_t parts : {1, 3}) {
+        call.plan(parts);
+        ASSERT_NO_FATAL_FAILURE(run(call));
+        for (const double value : call.out.values()) ASSERT_TRUE(std::isfinite(value)) << factor;
+        for (const double value : call.lse.values()) ASSERT_TRUE(std::isfinite(value)) << factor;
+        if (factor == 0.0 || scale == 0.0) {
+          EXPECT_TRUE(result_close(call, evaluate(call)));
+        }
+      }
+    }
+  }
+}
+
+// All of one sign, so that the sums of weighted values are the largest that there are.
+TEST_P(Decode, MeanOfTheLargestValues) {
+  if (overflows_near_the_largest_value()) GTEST_SKIP() << "docs/numerics.md says so";
+  const double largest = GetParam().dtype == DType::kFloat16 ? 6e4 : 3e38;
+  DecodeShape shape = shape_of({1000});
+  shape.num_heads_q = 3;
+  DecodeCase call(shape, zero_q, [&](std::int64_t, std::int64_t j, std::int64_t, std::int64_t c) {
+    return (c % 2 == 0 ? largest : -largest) * (j % 4 == 0 ? 0.75 : 1.0);
+  });
+  for (const std::int32_t parts : {1, 4}) {
+    call.plan(parts);
+    run_and_compare(call);
+  }
+}
+
+// Values of any size, with queries of the inverse: the scores are those of the formula.
+TEST_P(Decode, LargeValuesAndSmallQueries) {
+  if (GetParam().dtype == DType::kFloat16) GTEST_SKIP() << "float16 has no such values";
+  for (const double factor : {0x1p120, 0x1p64, 0x1p-64, 0x1p-100}) {
+    DecodeShape shape = shape_of({300});
+    shape.num_heads_q = 3;
+    DecodeCase call(
+        shape, [&](auto... place) { return fixed_q(place...) / factor; },
+        [&](auto... place) { return fixed_k(place...) * factor; });
+    call.plan(2);
+    run_and_compare(call);
   }
 }
 

@@ -15,6 +15,8 @@ set(cases
     "Decode.SeveralQueryTokens"
     "Decode.EveryPairOfHeadDimensions"
     "Decode.LogitsOfTenThousandDoNotOverflow"
+    "Decode.LargestInputsGiveFiniteResults"
+    "Decode.MeanOfTheLargestValues"
     "Decode.NanStaysWithTheQueriesThatSeeIt"
     "Decode.VisibleLensOfRaggedQueries"
     "Decode.FollowsPlansByHand"

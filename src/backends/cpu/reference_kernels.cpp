@@ -1,5 +1,7 @@
 // The reference as the last candidate of the selection: any instruction set, any dtype.
 #include <algorithm>
+#include <cmath>
+#include <limits>
 #include <new>
 
 #include "backends/cpu/kernels.hpp"
@@ -8,6 +10,12 @@
 
 namespace flashmla::cpu {
 namespace {
+
+// A finite double that float does not hold becomes the largest float: infinity means no tokens.
+float lse_to_float(double lse) {
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  return static_cast<float>(std::isinf(lse) ? lse : std::clamp(lse, -kLargest, kLargest));
+}
 
 std::size_t scratch_bytes(const Problem& problem) {
   return static_cast<std::size_t>(problem.head_dim_v) * sizeof(double);
@@ -35,10 +43,10 @@ void decode(const Problem& problem, const Task& task, std::byte* scratch) {
     };
     if (task.partial_out != nullptr) {
       write(task.partial_out + index * problem.head_dim_v);
-      task.partial_lse[index] = static_cast<float>(lse);
+      task.partial_lse[index] = lse_to_float(lse);
     } else {
       write(out_of<Element>(problem, task.row, query));
-      lse_of(problem, task.row, query) = static_cast<float>(lse);
+      lse_of(problem, task.row, query) = lse_to_float(lse);
     }
   }
 }

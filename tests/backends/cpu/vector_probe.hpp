@@ -24,7 +24,9 @@ struct VectorProbe {
   ElementProbe<Float16> fp16;
   ElementProbe<float> fp32;
   void (*exponential)(const float* in, float* out);             // (lanes)
+  void (*shifted_exponential)(const float* in, float* out);     // (lanes), times 2^-24
   void (*maximum)(const float* a, const float* b, float* out);  // (lanes)
+  void (*minimum)(const float* a, const float* b, float* out);  // (lanes)
   float (*reduce_add)(const float* in);                         // (lanes)
   float (*reduce_maximum)(const float* in);                     // (lanes)
   void (*reduce_tile)(const float* in, float* sums);            // (tile_sums, lanes) to (tile_sums)

@@ -30,8 +30,12 @@ constexpr VectorProbe probe_of() {
       element_probe<V, Float16>(),
       element_probe<V, float>(),
       [](const float* in, float* out) { V::store(out, cpu::exponential<V>(V::load(in))); },
+      [](const float* in, float* out) { V::store(out, cpu::exponential<V, 24>(V::load(in))); },
       [](const float* a, const float* b, float* out) {
         V::store(out, V::maximum(V::load(a), V::load(b)));
+      },
+      [](const float* a, const float* b, float* out) {
+        V::store(out, V::minimum(V::load(a), V::load(b)));
       },
       [](const float* in) { return V::reduce_add(V::load(in)); },
       [](const float* in) { return V::reduce_maximum(V::load(in)); },

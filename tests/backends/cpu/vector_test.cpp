@@ -184,6 +184,31 @@ TEST_P(VectorTest, ExponentialOfLimits) {
   EXPECT_TRUE(std::isnan(of(kNan)));
 }
 
+TEST_P(VectorTest, ShiftedExponentialHasTheSameBits) {
+  const auto count = static_cast<std::size_t>(lanes());
+  std::vector<float> in(count), out(count), shifted(count);
+  for (int step = 0; step < 2000; ++step) {
+    for (float& x : in) x = static_cast<float>(random_bits()) * 0x1p-32f * -90.0f;
+    probe().exponential(in.data(), out.data());
+    probe().shifted_exponential(in.data(), shifted.data());
+    for (std::size_t i = 0; i < count; ++i) {
+      const float expected = out[i] * 0x1p-24f;
+      if (expected >= 0x1p-126f) {
+        EXPECT_EQ(shifted[i], expected) << in[i];
+      } else {
+        // Down to where the exponent field is 0, never a subnormal number.
+        EXPECT_TRUE(shifted[i] == 0.0f || shifted[i] >= 0x1p-127f) << in[i];
+      }
+    }
+  }
+  in.assign(count, -kInfinity);
+  probe().shifted_exponential(in.data(), shifted.data());
+  EXPECT_EQ(shifted, std::vector<float>(count, 0.0f));
+  in.assign(count, kNan);
+  probe().shifted_exponential(in.data(), shifted.data());
+  EXPECT_TRUE(std::isnan(shifted[0]));
+}
+
 TEST_P(VectorTest, MaximumKeepsANanInItsSecondOperand) {
   const auto count = static_cast<std::size_t>(lanes());
   const std::vector<float> nan(count, kNan), one(count, 1.0f), two(count, 2.0f);
@@ -194,6 +219,18 @@ TEST_P(VectorTest, MaximumKeepsANanInItsSecondOperand) {
   EXPECT_EQ(out, two);
   // What the loop relies on: a NaN in the second operand stays.
   probe().maximum(one.data(), nan.data(), out.data());
+  for (float value : out) EXPECT_TRUE(std::isnan(value));
+}
+
+TEST_P(VectorTest, MinimumKeepsANanInItsSecondOperand) {
+  const auto count = static_cast<std::size_t>(lanes());
+  const std::vector<float> nan(count, kNan), one(count, 1.0f), two(count, 2.0f);
+  std::vector<float> out(count);
+  probe().minimum(one.data(), two.data(), out.data());
+  EXPECT_EQ(out, one);
+  probe().minimum(two.data(), one.data(), out.data());
+  EXPECT_EQ(out, one);
+  probe().minimum(one.data(), nan.data(), out.data());
   for (float value : out) EXPECT_TRUE(std::isnan(value));
 }
 

@@ -32,9 +32,11 @@ struct Vector {
   static Float mul(Float a, Float b) { return _mm256_mul_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm256_fmadd_ps(a, b, c); }
   static Float maximum(Float a, Float b) { return _mm256_max_ps(a, b); }
+  static Float minimum(Float a, Float b) { return _mm256_min_ps(a, b); }
+  template <int kBias>
   static Float power_of_two(Float x) {
     const __m256i n = _mm256_slli_epi32(_mm256_castps_si256(x), 23);
-    return _mm256_castsi256_ps(_mm256_add_epi32(n, _mm256_set1_epi32(0x3f800000)));
+    return _mm256_castsi256_ps(_mm256_add_epi32(n, _mm256_set1_epi32(kBias << 23)));
   }
   static float reduce_add(Float x) {
     __m128 half = _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1));

@@ -33,9 +33,11 @@ struct Vector {
   static Float mul(Float a, Float b) { return _mm512_mul_ps(a, b); }
   static Float fma(Float a, Float b, Float c) { return _mm512_fmadd_ps(a, b, c); }
   static Float maximum(Float a, Float b) { return _mm512_max_ps(a, b); }
+  static Float minimum(Float a, Float b) { return _mm512_min_ps(a, b); }
+  template <int kBias>
   static Float power_of_two(Float x) {
     const __m512i n = _mm512_slli_epi32(_mm512_castps_si512(x), 23);
-    return _mm512_castsi512_ps(_mm512_add_epi32(n, _mm512_set1_epi32(0x3f800000)));
+    return _mm512_castsi512_ps(_mm512_add_epi32(n, _mm512_set1_epi32(kBias << 23)));
   }
   static float reduce_add(Float x) { return _mm512_reduce_add_ps(x); }
   static float reduce_maximum(Float x) { return _mm512_reduce_max_ps(x); }

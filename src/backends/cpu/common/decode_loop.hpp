@@ -4,10 +4,11 @@
 // A block is up to 64 tokens. For each block:
 //   load        the addresses of the next block's tokens
 //   scores      S[row][token] = dot(q[row], k[token])                      lanes along head_dim
-//   softmax     raise the row's reference m to the largest scaled score; P = exp(scale * S - m)
+//   softmax     raise the row's reference m to the largest scaled score;
+//               P = 2^-kWeightShift * exp(scale * S - m)
 //   accumulate  O[row] = exp(m_before - m) * O[row] + P[row] * V           lanes along head_dim_v
 // and after the last one:
-//   finish      out = O / total, lse = m + log(total)
+//   finish      out = O / total, lse = m + log(2^kWeightShift * total)
 // Every tile of scores and values first prefetches its share of the next block, so that requests to
 // memory are spread evenly over the computation.
 //
@@ -19,6 +20,11 @@
 // order that is cheapest for the storage type (bf16: even elements, then odd ones). q, the stage
 // and O are kept in that order; finish undoes it.
 //
+// No finite input gives an infinity or a NaN. Queries are taken times a power of two that leaves
+// room for head_dim products with the largest value there is, which the scale of their scores takes
+// back; a score past the largest float becomes that; and weights are small enough for the sums of
+// 2^kWeightShift of the largest values. Powers of two change no bit unless something underflows.
+//
 // A row's arithmetic never depends on the tile or the task that it shares: each score and each
 // element of O is a chain of its own, in the same order in every tile shape.
 //
@@ -27,6 +33,7 @@
 #pragma once
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -58,8 +65,9 @@ template <int kCount, class Body>
 //   kValueRows, kValuePairs          a tile of values: rows, pairs of registers of columns
 //   kStageRows                       rows from which widening into the stage pays
 //   load, store, broadcast, add, sub, mul, fma(a, b, c) = a * b + c
-//   maximum(a, b)                    b where either is NaN, or NaN
-//   power_of_two(x)                  2^n for x = 1.5 * 2^23 + n, n in [-127, 127]; 0 for n = -127
+//   maximum(a, b), minimum(a, b)     b where either is NaN, or NaN
+//   power_of_two<kBias>(x)           2^(n + kBias - 127) for x = 1.5 * 2^23 + n, n >= -kBias; 0 for
+//                                    n = -kBias
 //   reduce_add, reduce_maximum
 //   Pair{first, second}; load_pair<Element>(const Element*), store_pair<Element>(Element*, Pair)
 //   unpack_pair<Element>(Pair, float* natural_order)
@@ -101,6 +109,12 @@ class DecodeLoop {
   static constexpr std::int32_t kStageTokens = 8;
   static constexpr bool kWidens = sizeof(Element) < sizeof(float);
   static constexpr bool kDots = V::template kDotsElements<Element>;
+  // Queries are taken below 2^(1 - kQueryMargin): head_dim products with values below 2^128 then
+  // sum to less than 2^127.
+  static constexpr std::int32_t kQueryMargin = 12;
+  // Tokens of a row that may all hold the largest value, as a power of two.
+  static constexpr std::int32_t kWeightShift = 24;
+  static constexpr double kWeightUnits = std::int64_t{1} << kWeightShift;
   static constexpr std::int32_t kElementBytes = sizeof(Element);
   static constexpr std::int32_t kLineBytes = 64;
   static_assert(kBlockTokens % kStageTokens == 0 && kStageTokens % kScoreTokens == 0);
@@ -112,6 +126,7 @@ class DecodeLoop {
       sums = take(kMaxQueryRows * problem.head_dim_v);
       scores = take(kMaxQueryRows * kBlockTokens);
       stage = take(std::max(kStageTokens * problem.head_dim, kBlockTokens * kPanel));
+      scales = take(2 * kMaxQueryRows);
       references = take(kMaxQueryRows);
       rescales = take(kMaxQueryRows);
       totals = take(2 * kMaxQueryRows);
@@ -128,6 +143,7 @@ class DecodeLoop {
     std::size_t sums;     // O: (row, head_dim_v)
     std::size_t scores;   // S, then P: (row, kBlockTokens)
     std::size_t stage;    // widened keys (kStageTokens, head_dim) or values (kBlockTokens, kPanel)
+    std::size_t scales;   // two factors of a row's scores: (row, 2)
     std::size_t references;  // m: (row)
     std::size_t rescales;    // exp(m_before - m) of this block: (row)
     std::size_t totals;      // sum of P so far, double: (row)
@@ -142,6 +158,7 @@ class DecodeLoop {
     sums_ = scratch.base + scratch.sums;
     scores_ = scratch.base + scratch.scores;
     stage_ = scratch.base + scratch.stage;
+    scales_ = scratch.base + scratch.scales;
     references_ = scratch.base + scratch.references;
     rescales_ = scratch.base + scratch.rescales;
     totals_ = reinterpret_cast<double*>(scratch.base + scratch.totals);
@@ -160,23 +177,54 @@ class DecodeLoop {
     for (std::int32_t row = 0; row < rows_; ++row) {
       const Element* q = q_of<Element>(problem_, task_.row, query(row));
       float* vector = query_vector(row);
-      if constexpr (kDots) {
-        // The dot product instruction takes both operands as they are stored.
-        Element* copy = reinterpret_cast<Element*>(vector);
-        for (std::int32_t c = 0; c < problem_.head_dim; ++c) copy[c] = q[c];
-      } else {
-        for (std::int32_t c = 0; c < problem_.head_dim; c += kPairElements) {
-          const Pair pair = V::template load_pair<Element>(q + c);
+      const std::int32_t exponent = exponent_of_largest(q) + kQueryMargin;
+      // Two factors: one alone may be no float, and so below.
+      const Float first = V::broadcast(exp2_of(-exponent / 2));
+      const Float second = V::broadcast(exp2_of(-exponent - -exponent / 2));
+      for (std::int32_t c = 0; c < problem_.head_dim; c += kPairElements) {
+        Pair pair = V::template load_pair<Element>(q + c);
+        pair.first = V::mul(V::mul(pair.first, first), second);
+        pair.second = V::mul(V::mul(pair.second, first), second);
+        if constexpr (kDots) {
+          // The dot product instruction takes both operands as they are stored.
+          V::template store_pair<Element>(reinterpret_cast<Element*>(vector) + c, pair);
+        } else {
           V::store(vector + c, pair.first);
           V::store(vector + c + kLanes, pair.second);
         }
       }
+      const float scale = problem_.softmax_scale;
+      const std::int32_t into_scale = std::min(exponent, 64 - exponent_of(scale));
+      scales_[2 * row] = scale * exp2_of(into_scale / 2) * exp2_of(into_scale - into_scale / 2);
+      scales_[2 * row + 1] = exp2_of(exponent - into_scale);
       for (std::int32_t c = 0; c < problem_.head_dim_v; c += kLanes) {
         V::store(sum_vector(row) + c, V::broadcast(0.0f));
       }
       references_[row] = -std::numeric_limits<float>::infinity();
       totals_[row] = 0.0;
     }
+  }
+
+  // The exponent of a float, -127 for 0 and subnormal numbers, 128 for infinities and NaN.
+  static std::int32_t exponent_of(float value) {
+    return static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(value) >> 23 & 0xffu) - 127;
+  }
+
+  // 2^n, or the power of two nearest to it that is a normal number.
+  static float exp2_of(std::int32_t n) {
+    return std::bit_cast<float>(static_cast<std::uint32_t>(std::clamp(n, -126, 127) + 127) << 23);
+  }
+
+  // The exponent of the component of a query that is largest in magnitude.
+  std::int32_t exponent_of_largest(const Element* q) const {
+    Float largest = V::broadcast(0.0f), least = V::broadcast(0.0f);
+    for (std::int32_t c = 0; c < problem_.head_dim; c += kPairElements) {
+      const Pair pair = V::template load_pair<Element>(q + c);
+      largest = V::maximum(V::maximum(pair.first, pair.second), largest);
+      least = V::minimum(V::minimum(pair.first, pair.second), least);
+    }
+    largest = V::maximum(V::sub(V::broadcast(0.0f), least), largest);
+    return exponent_of(V::reduce_maximum(largest));
   }
 
   // Tokens [begin, begin + count) of the row. Where query tokens see different prefixes, each group
@@ -361,9 +409,13 @@ class DecodeLoop {
   void softmax(std::int32_t row, std::int32_t count) {
     float* scores = score_vector(row);
     const std::int32_t end = (count + kLanes - 1) / kLanes * kLanes;
-    const Float scale = V::broadcast(problem_.softmax_scale);
+    const Float first = V::broadcast(scales_[2 * row]);
+    const Float second = V::broadcast(scales_[2 * row + 1]);
+    constexpr float kLargest = std::numeric_limits<float>::max();
     for (std::int32_t t = 0; t < end; t += kLanes) {
-      V::store(scores + t, V::mul(V::load(scores + t), scale));
+      Float score = V::mul(V::mul(V::load(scores + t), first), second);
+      score = V::minimum(V::broadcast(kLargest), score);  // keeps NaN, here and below
+      V::store(scores + t, V::maximum(V::broadcast(-kLargest), score));
     }
     for (std::int32_t t = count; t < end; ++t) {
       scores[t] = -std::numeric_limits<float>::infinity();
@@ -375,7 +427,8 @@ class DecodeLoop {
     const float reference = V::reduce_maximum(largest);
     Float total = V::broadcast(0.0f);
     for (std::int32_t t = 0; t < end; t += kLanes) {
-      const Float p = exponential<V>(V::sub(V::load(scores + t), V::broadcast(reference)));
+      const Float p =
+          exponential<V, kWeightShift>(V::sub(V::load(scores + t), V::broadcast(reference)));
       V::store(scores + t, p);
       total = V::add(total, p);
     }
@@ -445,11 +498,11 @@ class DecodeLoop {
   void finish() {
     for (std::int32_t row = 0; row < rows_; ++row) {
       const double total = totals_[row];
-      // A row that saw a token has a total of at least 1, its largest term, or NaN.
+      // A row that saw a token has a total of at least its largest term, 2^-kWeightShift, or NaN.
       const bool empty = total == 0.0;
-      const float lse =
-          empty ? std::numeric_limits<float>::infinity()
-                : static_cast<float>(static_cast<double>(references_[row]) + std::log(total));
+      const float lse = empty ? std::numeric_limits<float>::infinity()
+                              : static_cast<float>(static_cast<double>(references_[row]) +
+                                                   std::log(total * kWeightUnits));
       const Float inverse = V::broadcast(empty ? 0.0f : static_cast<float>(1.0 / total));
       const float* sums = sum_vector(row);
       const QueryRow where = query(row);
@@ -484,6 +537,7 @@ class DecodeLoop {
   float* sums_;
   float* scores_;
   float* stage_;
+  float* scales_;
   float* references_;
   float* rescales_;
   double* totals_;

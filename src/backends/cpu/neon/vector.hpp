@@ -32,9 +32,11 @@ struct Vector {
   static Float mul(Float a, Float b) { return vmulq_f32(a, b); }
   static Float fma(Float a, Float b, Float c) { return vfmaq_f32(c, a, b); }
   static Float maximum(Float a, Float b) { return vmaxq_f32(a, b); }
+  static Float minimum(Float a, Float b) { return vminq_f32(a, b); }
+  template <int kBias>
   static Float power_of_two(Float x) {
     const int32x4_t n = vshlq_n_s32(vreinterpretq_s32_f32(x), 23);
-    return vreinterpretq_f32_s32(vaddq_s32(n, vdupq_n_s32(0x3f800000)));
+    return vreinterpretq_f32_s32(vaddq_s32(n, vdupq_n_s32(kBias << 23)));
   }
   static float reduce_add(Float x) { return vaddvq_f32(x); }
   static float reduce_maximum(Float x) { return vmaxvq_f32(x); }

@@ -36,8 +36,10 @@ struct Vector {
   static Float mul(Float a, Float b) { return a * b; }
   static Float fma(Float a, Float b, Float c) { return a * b + c; }
   static Float maximum(Float a, Float b) { return a > b ? a : b; }
+  static Float minimum(Float a, Float b) { return a < b ? a : b; }
+  template <int kBias>
   static Float power_of_two(Float x) {
-    return std::bit_cast<Float>((std::bit_cast<Bits>(x) << 23) + 0x3f800000u);
+    return std::bit_cast<Float>((std::bit_cast<Bits>(x) << 23) + (kBias << 23));
   }
   static float reduce_add(Float x) { return (x[0] + x[2]) + (x[1] + x[3]); }
   static float reduce_maximum(Float x) {
