@@ -163,8 +163,9 @@ class Decode {
 
     const std::int32_t next = std::min(end_, begin + Shape::kBlockTokens);
     const std::int32_t next_end = std::min(end_, next + Shape::kBlockTokens);
-    prefetch_ = BlockPrefetch(problem_, task_.row, task_.kv_head, task_.token_begin + next,
-                              task_.token_begin + next_end, steps_of_block(block.count));
+    prefetch_ = BlockPrefetch<Shape::kPrefetchLines>(
+        problem_, task_.row, task_.kv_head, task_.token_begin + next, task_.token_begin + next_end,
+        2 * steps_of_block(block.count));
   }
 
   // Steps of products in a block of this size, over which the next block's lines are spread.
@@ -173,6 +174,9 @@ class Decode {
         divide_up(count, Shape::kGroupTokens) * divide_up(row_tiles_, Shape::kGroupRowTiles);
     return score_blocks * dot_steps_ + divide_up(count, Shape::kUnitTokens) * value_blocks();
   }
+
+  // Twice a step: smaller bursts than once, with less to do than after each product.
+  static constexpr bool prefetches_after(int part) { return part % 2 == 1; }
 
   // The 16 tokens of a tile, in place where they lie in one page; else a copy in which tokens past
   // the end are zero.
@@ -264,7 +268,7 @@ class Decode {
     const auto others = [&](auto part) __attribute__((always_inline)) {
       // The first panel of values.
       if constexpr (Shape::kInterleavedValues) interleave_.run(1);
-      if constexpr (part == 3) prefetch_.step();
+      if constexpr (prefetches_after(part)) prefetch_.run();
     };
     multiply_first_step(results_, products, dot_steps_, others);
     std::int32_t step = 1;
@@ -276,7 +280,7 @@ class Decode {
           for_each_constant<kSlicesPerPart>([&](auto i) __attribute__((always_inline)) {
             softmax_.template run_slice<(unit_step * 4 + part) * kSlicesPerPart + i>(unit);
           });
-          if constexpr (part == 3) prefetch_.step();
+          if constexpr (prefetches_after(part)) prefetch_.run();
         };
         multiply_step<false>(products, step + unit_step, softmax);
       });
@@ -371,8 +375,8 @@ class Decode {
     std::byte* second = output_tile(row_tile, column + kTileElements);
     results_.begin({first, second, first + kTileBytes, second + kTileBytes}, block.begin != 0);
     multiply_values(
-        Products2x2<false, false, Operand<2>, TokenOperand>{weight_tiles,
-                                                            {tokens, std::int64_t{column} * 2}},
+        Products2x2<false, true, Operand<2>, TokenOperand>{weight_tiles,
+                                                           {tokens, std::int64_t{column} * 2}},
         divide_up(block.count, Shape::kUnitTokens));
   }
 
@@ -393,7 +397,7 @@ class Decode {
         divide_up(ValueInterleave::kPiecesPerUnit, divide_up(row_tiles_, 2));
     const auto background = [&](auto part) __attribute__((always_inline)) {
       if constexpr (Shape::kInterleavedValues && part == 1) interleave_.run(pieces);
-      if constexpr (part == 3) prefetch_.step();
+      if constexpr (prefetches_after(part)) prefetch_.run();
     };
     multiply_first_step(results_, products, steps, background);
     if (steps == 1) return;
@@ -550,7 +554,7 @@ class Decode {
   ResultTiles results_;
   Softmax<Shape> softmax_;
   ValueInterleave interleave_;
-  BlockPrefetch prefetch_;
+  BlockPrefetch<Shape::kPrefetchLines> prefetch_;
 
   Block<Shape> blocks_[Shape::kBlocksInFlight];
 };

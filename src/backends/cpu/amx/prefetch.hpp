@@ -27,24 +27,35 @@ class TokenLines {
         end_(end),
         token_bytes_(problem.head_dim * 2) {}
 
-  // Asks for up to `count` lines.
-  [[gnu::always_inline]] void prefetch(std::int32_t count) {
-    while (count > 0) {
-      if (line_ == line_end_ && !next_run()) return;
-      const std::byte* stop =
-          line_ + std::min<std::int64_t>(std::int64_t{count} * kLineBytes, line_end_ - line_);
-      count -= static_cast<std::int32_t>((stop - line_) / kLineBytes);
-      for (; line_ != stop; line_ += kLineBytes) {
-        // To the second-level cache: first-level fill buffers are what the tile loads need.
-        __builtin_prefetch(line_, 0, 2);
-      }
+  // Asks for up to kCount lines.
+  template <std::int32_t kCount>
+  [[gnu::always_inline]] void prefetch() {
+    const std::byte* line = line_;
+    if (line + kCount * kLineBytes > line_end_) {
+      prefetch_across_runs(kCount);
+      return;
     }
+    for (std::int32_t i = 0; i < kCount; ++i) prefetch_line(line + i * kLineBytes);
+    line_ = line + kCount * kLineBytes;
   }
 
  private:
+  [[gnu::always_inline]] static void prefetch_line(const std::byte* line) {
+    // To the second-level cache: first-level fill buffers are what the tile loads need.
+    __builtin_prefetch(line, 0, 2);
+  }
+
+  [[gnu::noinline]] void prefetch_across_runs(std::int32_t count) {
+    for (; count > 0; --count) {
+      if (line_ == line_end_ && !next_run()) return;
+      prefetch_line(line_);
+      line_ += kLineBytes;
+    }
+  }
+
   // Tokens that follow one another without a gap, up to the end of a page. A run that does not
   // start on a line ends in a line more.
-  [[gnu::noinline]] bool next_run() {
+  bool next_run() {
     if (next_ >= end_) return false;
     const std::byte* first = reinterpret_cast<const std::byte*>(
         cached_token<BFloat16>(*problem_, row_, kv_head_, next_));
@@ -70,34 +81,36 @@ class TokenLines {
 };
 
 // Two streams, one through each half of the block: with one alone the memory answers a tenth
-// slower.
+// slower. kLines: of each stream at once.
+template <std::int32_t kLines>
 class BlockPrefetch {
  public:
   BlockPrefetch() = default;
-  // Tokens [begin, end), spread evenly over `steps` calls of step().
+  // Tokens [begin, end), spread evenly over `turns` calls of run().
   BlockPrefetch(const Problem& problem, std::int32_t row, std::int32_t kv_head, std::int32_t begin,
-                std::int32_t end, std::int32_t steps) {
+                std::int32_t end, std::int32_t turns) {
     const std::int32_t middle = begin + (end - begin) / 2;
     first_ = TokenLines(problem, row, kv_head, begin, middle);
     second_ = TokenLines(problem, row, kv_head, middle, end);
     const std::int64_t lines = std::int64_t{end - middle} * problem.head_dim * 2 / kLineBytes;
-    rate_ = static_cast<std::int32_t>(((lines << kFractionBits) + steps - 1) / steps);
+    const std::int64_t due = (lines << kFractionBits) / kLines;
+    rate_ = static_cast<std::int32_t>((due + turns - 1) / turns);
   }
 
-  [[gnu::always_inline]] void step() {
-    due_ += rate_;
-    const std::int32_t lines = due_ >> kFractionBits;
-    due_ -= lines << kFractionBits;
-    first_.prefetch(lines);
-    second_.prefetch(lines);
+  [[gnu::always_inline]] void run() {
+    for (due_ += rate_; due_ >= kOne; due_ -= kOne) {
+      first_.template prefetch<kLines>();
+      second_.template prefetch<kLines>();
+    }
   }
 
  private:
   static constexpr std::int32_t kFractionBits = 8;
+  static constexpr std::int32_t kOne = 1 << kFractionBits;
 
   TokenLines first_;
   TokenLines second_;
-  std::int32_t rate_ = 0;  // lines a step and stream, in fractions
+  std::int32_t rate_ = 0;  // in fractions of kLines lines
   std::int32_t due_ = 0;
 };
 

@@ -114,29 +114,29 @@ struct Products2x2 {
 };
 
 // Four A tiles times one B tile. Three registers are left for A, so the last A tile takes the first
-// one's place.
+// one's place. A is streamed.
 struct Products4x1 {
   Operand<4> a;
   Operand<1> b;
 
   [[gnu::always_inline]] void load(std::int32_t step) const {
     load_tile<4>(b(step, 0));
-    load_tile<5>(a(step, 0));
-    load_tile<6>(a(step, 1));
-    load_tile<7>(a(step, 2));
+    load_tile<5, true>(a(step, 0));
+    load_tile<6, true>(a(step, 1));
+    load_tile<7, true>(a(step, 2));
   }
   template <int kPart>
   [[gnu::always_inline]] void multiply(std::int32_t step) const {
     multiply_tiles<kPart, 5 + kPart % 3, 4>();
-    if constexpr (kPart == 0) load_tile<5>(a(step, 3));
+    if constexpr (kPart == 0) load_tile<5, true>(a(step, 3));
   }
   template <int kPart>
   [[gnu::always_inline]] void load_next(std::int32_t step) const {
-    if constexpr (kPart == 1) load_tile<6>(a(step, 1));
-    if constexpr (kPart == 2) load_tile<7>(a(step, 2));
+    if constexpr (kPart == 1) load_tile<6, true>(a(step, 1));
+    if constexpr (kPart == 2) load_tile<7, true>(a(step, 2));
     if constexpr (kPart == 3) {
       load_tile<4>(b(step, 0));
-      load_tile<5>(a(step, 0));
+      load_tile<5, true>(a(step, 0));
     }
   }
 };
