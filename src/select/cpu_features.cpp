@@ -32,6 +32,7 @@ constexpr std::array kNames = {
     NamedFeature{kAmxFp16, "AMX_FP16"},
     NamedFeature{kNeon, "NEON"},
     NamedFeature{kNeonBf16, "NEON_BF16"},
+    NamedFeature{kFastBf16Dot, "FAST_BF16_DOT"},
 };
 
 // Caps nest within one architecture: each allows what the ones before it do.
@@ -39,7 +40,7 @@ struct Cap {
   std::string_view word;
   CpuFeatures allowed;
 };
-constexpr CpuFeatures kUpToAvx512 = kAvx2 | kAvx512 | kAvx512Bf16 | kAvx512Fp16;
+constexpr CpuFeatures kUpToAvx512 = kAvx2 | kAvx512 | kAvx512Bf16 | kAvx512Fp16 | kFastBf16Dot;
 constexpr std::array kCaps = {
     Cap{"portable", 0},
     Cap{"neon", kNeon | kNeonBf16},
@@ -62,6 +63,12 @@ CpuidLeaf cpuid(unsigned leaf, unsigned subleaf) {
 
 bool bit(unsigned word, int index) {
   return (word >> index & 1u) != 0;
+}
+
+bool is_amd() {
+  const CpuidLeaf vendor = cpuid(0, 0);
+  return vendor.ebx == signature_AMD_ebx && vendor.ecx == signature_AMD_ecx &&
+         vendor.edx == signature_AMD_edx;
 }
 
 // Which register files the operating system saves (XCR0).
@@ -100,7 +107,10 @@ CpuFeatures detect() {
              vl = bit(extended.ebx, 31);
   if (avx512_state && (features & kAvx2) != 0 && f && dq && bw && vl) {
     features |= kAvx512;
-    if (bit(extended_1.eax, 5)) features |= kAvx512Bf16;
+    if (bit(extended_1.eax, 5)) {
+      features |= kAvx512Bf16;
+      if (is_amd()) features |= kFastBf16Dot;
+    }
     if (bit(extended.edx, 23)) features |= kAvx512Fp16;
   }
 

@@ -6,7 +6,8 @@ namespace flashmla::select {
 namespace {
 
 enum CpuLine : std::int32_t {
-#define FLASHMLA_CPU_KERNEL(identifier, name, instruction_set, required, dtype) identifier,
+#define FLASHMLA_CPU_KERNEL(identifier, name, instruction_set, required, preferred_with, dtype) \
+  identifier,
 #include "backends/cpu/kernels.inc"
 #undef FLASHMLA_CPU_KERNEL
 };
@@ -32,13 +33,14 @@ constexpr std::int32_t capability_of(std::string_view architecture) {
 constexpr std::array kRows = {
 #if defined(FLASHMLA_WITH_CUDA)
 #define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows) \
-  KernelRow{name,       architecture, DeviceType::kCuda, dtype, 0,                              \
-            identifier, head_dim,     head_dim_v,        rows,  capability_of(architecture)},
+  KernelRow{                                                                                    \
+      name,       architecture, DeviceType::kCuda,          dtype, 0, 0, identifier, head_dim,  \
+      head_dim_v, rows,         capability_of(architecture)},
 #include "backends/cuda/kernels.inc"
 #undef FLASHMLA_CUDA_KERNEL
 #endif
-#define FLASHMLA_CPU_KERNEL(identifier, name, instruction_set, required, dtype) \
-  KernelRow{name, instruction_set, DeviceType::kCpu, dtype, required, identifier},
+#define FLASHMLA_CPU_KERNEL(identifier, name, instruction_set, required, preferred_with, dtype) \
+  KernelRow{name, instruction_set, DeviceType::kCpu, dtype, required, preferred_with, identifier},
 #include "backends/cpu/kernels.inc"
 #undef FLASHMLA_CPU_KERNEL
 };
@@ -133,6 +135,10 @@ bool is_usable(const KernelRow& row, const DeviceFacts& facts) {
   return (row.required & ~facts.cpu_features) == 0;
 }
 
+bool is_preferred(const KernelRow& row, const DeviceFacts& facts) {
+  return (row.preferred_with & ~facts.cpu_features) == 0;
+}
+
 std::string decline_reason(const KernelRow& row, const Problem& problem, const DeviceFacts& facts) {
   if (row.device != problem.device.type) {
     return std::string("runs on ") + device_name(row.device) + ", the tensors are on " +
@@ -167,7 +173,7 @@ std::string decline_reason(const KernelRow& row, const Problem& problem, const D
 Result<const KernelRow*> select_kernel(const Problem& problem, const DeviceFacts& facts,
                                        std::string_view forced) {
   for (const KernelRow& row : kRows) {
-    if (!forced.empty() && row.name != forced) continue;
+    if (forced.empty() ? !is_preferred(row, facts) : row.name != forced) continue;
     if (accepts(row, problem, facts)) return &row;
     if (!forced.empty()) {
       return Status::unsupported("kernel " + std::string(forced) + " " +
@@ -197,7 +203,11 @@ std::string explain(const Problem& problem, const DeviceFacts& facts, const Kern
   std::string text;
   for (const KernelRow& row : kRows) {
     if (&row == chosen) break;
-    const std::string reason = decline_reason(row, problem, facts);
+    std::string reason = decline_reason(row, problem, facts);
+    if (reason.empty() && !is_preferred(row, facts)) {
+      reason = "is slower than a later one without " +
+               describe_cpu_features(row.preferred_with & ~facts.cpu_features);
+    }
     if (!reason.empty()) text += std::string(row.name) + ": " + reason + "\n";
   }
   return text;

@@ -19,7 +19,8 @@ struct KernelRow {
   DeviceType device;
   DType dtype;
   CpuFeatures required;
-  std::int32_t index;  // line in its backend's manifest
+  CpuFeatures preferred_with;  // without these it is computed only when asked for by name
+  std::int32_t index;          // line in its backend's manifest
   // Restrictions, 0 meaning none: the pair of head dims, and the most query rows of a key/value
   // head.
   std::int32_t head_dim = 0;
@@ -52,11 +53,14 @@ std::string gpus_with_kernels();
 // Whether this machine can run the kernel at all, for some problem.
 bool is_usable(const KernelRow& row, const DeviceFacts& facts);
 
+// Whether a kernel that is usable stands at its place in the order of preference.
+bool is_preferred(const KernelRow& row, const DeviceFacts& facts);
+
 // Why a row declines; empty when it accepts.
 std::string decline_reason(const KernelRow& row, const Problem& problem, const DeviceFacts& facts);
 
-// The first row that accepts or, when `forced` is not empty, the row of that name if it accepts.
-// Fails naming the kernels and their reasons.
+// The first preferred row that accepts or, when `forced` is not empty, the row of that name if it
+// accepts. Fails naming the kernels and their reasons.
 Result<const KernelRow*> select_kernel(const Problem& problem, const DeviceFacts& facts,
                                        std::string_view forced);
 

@@ -44,6 +44,28 @@ TEST(Select, BestInstructionSetOfFakedProcessors) {
   EXPECT_EQ(chosen(DType::kFloat32, kAvx2 | kAvx512), "cpu_avx512_fp32");
 }
 
+// AMD's processors dot bf16 at the rate of a multiply-add, Intel's do not. Both can be asked for.
+TEST(Select, DotProductsOnlyWhereTheyAreFast) {
+  constexpr CpuFeatures kIntel = kAvx2 | kAvx512 | kAvx512Bf16;
+  constexpr CpuFeatures kAmd = kIntel | kFastBf16Dot;
+  EXPECT_EQ(chosen(DType::kBFloat16, kIntel), "cpu_avx512_bf16");
+  EXPECT_EQ(chosen(DType::kBFloat16, kAmd), "cpu_avx512_bf16_dot");
+  EXPECT_EQ(chosen(DType::kFloat16, kAmd), "cpu_avx512_fp16");
+  EXPECT_EQ(chosen(DType::kBFloat16, kAmd | kAmxBf16), "cpu_amx_bf16");
+  EXPECT_EQ(chosen(DType::kBFloat16, kIntel, "cpu_avx512_bf16_dot"), "cpu_avx512_bf16_dot");
+  EXPECT_EQ(chosen(DType::kBFloat16, kAmd, "cpu_avx512_bf16"), "cpu_avx512_bf16");
+  EXPECT_EQ(chosen(DType::kBFloat16, cap_cpu_features(kAmd, "avx2").value()), "cpu_avx2_bf16");
+
+  Problem problem;
+  problem.dtype = DType::kBFloat16;
+  const select::DeviceFacts facts{kIntel};
+  const auto row = select::select_kernel(problem, facts, {});
+  ASSERT_TRUE(row.ok());
+  EXPECT_NE(select::explain(problem, facts, row.value())
+                .find("cpu_avx512_bf16_dot: is slower than a later one without FAST_BF16_DOT\n"),
+            std::string::npos);
+}
+
 TEST(Select, ForcedKernelOrItsReason) {
   EXPECT_EQ(chosen(DType::kBFloat16, kAvx2 | kAvx512, "cpu_avx2_bf16"), "cpu_avx2_bf16");
   EXPECT_EQ(chosen(DType::kBFloat16, kAvx2 | kAvx512, "cpu_reference_bf16"), "cpu_reference_bf16");
@@ -67,11 +89,12 @@ TEST(Select, ExplainsWhyBetterKernelsDecline) {
 }
 
 TEST(Select, CapsNest) {
-  constexpr CpuFeatures kAll = kAvx2 | kAvx512 | kAvx512Bf16 | kAvx512Fp16 | kAmxBf16 | kAmxFp16;
+  constexpr CpuFeatures kAvx512All = kAvx2 | kAvx512 | kAvx512Bf16 | kAvx512Fp16 | kFastBf16Dot;
+  constexpr CpuFeatures kAll = kAvx512All | kAmxBf16 | kAmxFp16;
   EXPECT_EQ(cap_cpu_features(kAll, "").value(), kAll);
   EXPECT_EQ(cap_cpu_features(kAll, "portable").value(), 0u);
   EXPECT_EQ(cap_cpu_features(kAll, "avx2").value(), kAvx2);
-  EXPECT_EQ(cap_cpu_features(kAll, "avx512").value(), kAvx2 | kAvx512 | kAvx512Bf16 | kAvx512Fp16);
+  EXPECT_EQ(cap_cpu_features(kAll, "avx512").value(), kAvx512All);
   EXPECT_EQ(cap_cpu_features(kAll, "amx").value(), kAll);
   EXPECT_EQ(cap_cpu_features(kAvx2, "avx512").value(), kAvx2);  // a cap adds nothing
   EXPECT_FALSE(cap_cpu_features(kAll, "AVX2").ok());

@@ -6,7 +6,8 @@ namespace flashmla::cpu {
 namespace {
 
 constexpr std::array kKernels = {
-#define FLASHMLA_CPU_KERNEL(identifier, name, instruction_set, required, dtype) &identifier,
+#define FLASHMLA_CPU_KERNEL(identifier, name, instruction_set, required, preferred_with, dtype) \
+  &identifier,
 #include "backends/cpu/kernels.inc"
 #undef FLASHMLA_CPU_KERNEL
 };

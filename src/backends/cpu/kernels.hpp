@@ -7,7 +7,7 @@
 
 namespace flashmla::cpu {
 
-#define FLASHMLA_CPU_KERNEL(identifier, name, instruction_set, required, dtype) \
+#define FLASHMLA_CPU_KERNEL(identifier, name, instruction_set, required, preferred_with, dtype) \
   extern const DecodeKernel identifier;
 #include "backends/cpu/kernels.inc"
 #undef FLASHMLA_CPU_KERNEL
