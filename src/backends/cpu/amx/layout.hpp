@@ -53,7 +53,7 @@ struct ManyRows {
 };
 
 // The most query rows of a problem for which FewRows is the faster one.
-inline constexpr std::int32_t kFewRowsLimit = 32;
+inline constexpr std::int32_t kFewRowsLimit = 48;
 
 inline bool has_few_rows(const Problem& problem) {
   return problem.query_rows() <= kFewRowsLimit;
