@@ -163,7 +163,7 @@ class Decode {
 
     const std::int32_t next = std::min(end_, begin + Shape::kBlockTokens);
     const std::int32_t next_end = std::min(end_, next + Shape::kBlockTokens);
-    prefetch_ = BlockPrefetch<Shape::kPrefetchLines>(
+    prefetch_ = BlockPrefetch<Shape::kPrefetchStreams, Shape::kPrefetchLines>(
         problem_, task_.row, task_.kv_head, task_.token_begin + next, task_.token_begin + next_end,
         2 * steps_of_block(block.count));
   }
@@ -554,7 +554,7 @@ class Decode {
   ResultTiles results_;
   Softmax<Shape> softmax_;
   ValueInterleave interleave_;
-  BlockPrefetch<Shape::kPrefetchLines> prefetch_;
+  BlockPrefetch<Shape::kPrefetchStreams, Shape::kPrefetchLines> prefetch_;
 
   Block<Shape> blocks_[Shape::kBlocksInFlight];
 };

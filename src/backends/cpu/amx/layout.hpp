@@ -32,8 +32,9 @@ struct FewRows {
   // Bytes of P for a row tile and a unit: the tile of {p, 0}, the tile of {0, p}.
   static constexpr std::int32_t kUnitBytes = 2 * kTileBytes;
   static constexpr bool kInterleavedValues = false;
-  // Cache lines asked for at once, of each of two streams.
-  static constexpr std::int32_t kPrefetchLines = 6;
+  // Streams of prefetches, and cache lines of each asked for at once.
+  static constexpr std::int32_t kPrefetchStreams = 8;
+  static constexpr std::int32_t kPrefetchLines = 2;
   // The scores of a block are computed before the values of the one before it, so that softmax has
   // products to run between even where a block has one row tile.
   static constexpr std::int32_t kBlocksInFlight = 2;
@@ -48,6 +49,7 @@ struct ManyRows {
   static constexpr std::int32_t kUnitTokens = 32;
   static constexpr std::int32_t kUnitBytes = kTileBytes;
   static constexpr bool kInterleavedValues = true;
+  static constexpr std::int32_t kPrefetchStreams = 4;
   static constexpr std::int32_t kPrefetchLines = 1;
   static constexpr std::int32_t kBlocksInFlight = 1;
 };
