@@ -63,7 +63,8 @@ double amx_bf16_rate_of_one(double microseconds) {
 
 // Twelve chains hide the latency of four cycles on two ports, with room to spare.
 constexpr int kChains = 12;
-constexpr int kFmaRounds = 64;
+// Enough between two looks at the clock, which take as long as some thirty rounds.
+constexpr int kFmaRounds = 1024;
 
 __attribute__((target("avx512f"))) double avx512_fma_rate_of_one(double microseconds) {
   __m512 chains[kChains];
