@@ -74,9 +74,15 @@ MUTATIONS = [
     ),
     Mutation(
         "select/select.cpp",
-        "if (!forced.empty() && row.name != forced) continue;",
-        "if (!forced.empty() && row.name < forced) continue;",
+        "if (forced.empty() ? !is_preferred(row, facts) : row.name != forced) continue;",
+        "if (forced.empty() ? !is_preferred(row, facts) : row.name < forced) continue;",
         r"^Select\.|^Abi\.",
+    ),
+    Mutation(
+        "select/select.cpp",
+        "if (forced.empty() ? !is_preferred(row, facts) : row.name != forced) continue;",
+        "if (!forced.empty() && row.name != forced) continue;",
+        r"^Select\.",
     ),
     Mutation(
         "select/select.cpp",
