@@ -19,7 +19,6 @@ enum CudaLine : std::int32_t {
 #include "backends/cuda/kernels.inc"
 #undef FLASHMLA_CUDA_KERNEL
 };
-#endif
 
 // "sm90a": 90. Code for an architecture that ends in a letter runs on that one alone.
 constexpr std::int32_t capability_of(std::string_view architecture) {
@@ -29,6 +28,7 @@ constexpr std::int32_t capability_of(std::string_view architecture) {
   }
   return capability;
 }
+#endif
 
 constexpr std::array kRows = {
 #if defined(FLASHMLA_WITH_CUDA)
