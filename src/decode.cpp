@@ -117,7 +117,7 @@ Status plan(const PlanRequest& request, const Execution& execution) {
     }
     return cuda::plan(problem.value(), execution.stream);
   }
-  schedule::plan_on_host(problem.value(), tuning::kCpuRowStartUnits);
+  schedule::plan_on_host(problem.value(), tuning::kCpuPlan);
   return {};
 }
 

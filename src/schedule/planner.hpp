@@ -1,15 +1,20 @@
 // The planner's rule: lengths and tile facts in, the plan's rows out. The host and the device
 // planner are both written over these functions and agree byte for byte.
 //
-// Cost model, in units of 1/8 block: row i costs
+// Two ways to divide, of which a device's model may allow the first:
+//
+// An even plan gives every part that it uses the same number of rows, or cuts every row into the
+// same number of shares, so that rows are cut as seldom as possible: every cut needs a merge. It is
+// used where rows are so alike that no part has more than a block over the mean of the parts in
+// use, and those are nearly all (see even_slack).
+//
+// Otherwise the line: in units of 1/8 block, row i costs
 //     row_start_units + 8 * ceil(length_i / 64)
 // and lies on a line at [offset_i, offset_i + cost_i), offset being the exclusive prefix sum of the
 // costs. The line is cut at multiples of a payload; a cut inside a row moves up to the next block,
 // so that a part holds at most one block more than its share. Everything about a row follows from
 // its offset and length, and everything about a part from the row that its cut falls in: no part
 // depends on another, so a device computes all of them at once.
-//
-// All quantities: 1 <= row_start_units <= 8, payload >= row_start_units + 8 (see payload_units).
 #pragma once
 
 #include <cstdint>
@@ -26,23 +31,91 @@ namespace flashmla::schedule {
 
 inline constexpr std::int64_t kUnitsPerBlock = 8;
 
+// What a device is like, to its planner. The constants are in tuning/plan.hpp.
+struct PlanModel {
+  std::int32_t row_start_units;  // what starting a row costs, 1 to 8
+  std::int32_t least_blocks;     // of a share of a row: less is not worth its merge
+  bool may_be_even;
+};
+
 // Blocks of the plan in a row of `length` tokens; a negative length counts as none.
 FLASHMLA_HD constexpr std::int32_t blocks_of_length(std::int32_t length) {
   return length <= 0 ? 0 : (length - 1) / kBlockTokens + 1;
 }
 
-FLASHMLA_HD constexpr std::int64_t row_cost(std::int32_t length, std::int32_t row_start_units) {
-  return row_start_units + kUnitsPerBlock * blocks_of_length(length);
+FLASHMLA_HD constexpr std::int64_t row_cost(std::int32_t blocks, std::int32_t row_start_units) {
+  return row_start_units + kUnitsPerBlock * blocks;
 }
 
-// Units between two cuts: an equal share, and never so little that two cuts could meet in one
-// block (a part of less than a block would be empty).
+// Units between two cuts: an equal share, and never less than the least that a part should have (a
+// block at least: two cuts in one would leave a part empty).
 FLASHMLA_HD constexpr std::int64_t payload_units(std::int64_t total, std::int32_t num_parts,
-                                                 std::int32_t row_start_units) {
+                                                 const PlanModel& model) {
   const std::int64_t share = (total + num_parts - 1) / num_parts;
-  const std::int64_t least = row_start_units + kUnitsPerBlock;
+  const std::int64_t least = model.row_start_units + kUnitsPerBlock * model.least_blocks;
   return share > least ? share : least;
 }
+
+// --- The even plan -------------------------------------------------------------------------------
+
+// How much more than the mean of all parts a part of an even plan may cost.
+FLASHMLA_HD constexpr std::int64_t even_slack(std::int64_t payload) {
+  return payload / 32 > kUnitsPerBlock ? payload / 32 : kUnitsPerBlock;
+}
+
+// One of the two is 1; rows_per_part 0: the plan is not even.
+struct EvenPlan {
+  std::int32_t rows_per_part;
+  std::int32_t shares_per_row;  // at most; short rows have fewer
+};
+
+FLASHMLA_HD constexpr std::int32_t shares_of_row(std::int32_t blocks, std::int32_t shares_per_row,
+                                                 const PlanModel& model) {
+  const std::int32_t worthwhile = blocks / model.least_blocks;
+  return worthwhile < 1 ? 1 : worthwhile < shares_per_row ? worthwhile : shares_per_row;
+}
+
+// Whether and how a plan is even. total: the cost of all rows; most_blocks: of the longest.
+FLASHMLA_HD constexpr EvenPlan even_plan(std::int32_t batch, std::int32_t num_parts,
+                                         std::int64_t total, std::int32_t most_blocks,
+                                         std::int64_t payload, const PlanModel& model) {
+  if (!model.may_be_even || batch == 0) return {0, 0};
+  const EvenPlan plan =
+      batch < num_parts ? EvenPlan{1, num_parts / batch} : EvenPlan{(batch - 1) / num_parts + 1, 1};
+  const std::int32_t shares = shares_of_row(most_blocks, plan.shares_per_row, model);
+  const std::int64_t blocks = (std::int64_t{most_blocks} + shares - 1) / shares;
+  const std::int64_t most = plan.rows_per_part * (model.row_start_units + kUnitsPerBlock * blocks);
+  const std::int64_t parts_in_use = std::int64_t{(batch - 1) / plan.rows_per_part + 1} * shares;
+  const bool is_balanced =
+      most <= total / parts_in_use + kUnitsPerBlock && most <= payload + even_slack(payload);
+  return is_balanced ? plan : EvenPlan{0, 0};
+}
+
+// Writes a part of an even plan into fields[kPlanRowFields]. blocks_of(row) for row in [0, batch).
+template <class BlocksOf>
+FLASHMLA_HD void write_even_part(std::int32_t* fields, std::int32_t part, std::int32_t batch,
+                                 const EvenPlan& plan, const PlanModel& model,
+                                 const BlocksOf& blocks_of) {
+  for (std::int32_t field = 0; field < kPlanRowFields; ++field) fields[field] = 0;
+  const std::int64_t begin = std::int64_t{part / plan.shares_per_row} * plan.rows_per_part;
+  fields[0] = -1;
+  if (begin >= batch) return;
+  const std::int32_t row = static_cast<std::int32_t>(begin);
+  const std::int32_t last =
+      batch - row < plan.rows_per_part ? batch - 1 : row + plan.rows_per_part - 1;
+  const std::int32_t blocks = blocks_of(last);
+  const std::int32_t shares = shares_of_row(blocks, plan.shares_per_row, model);
+  const std::int32_t share = part % plan.shares_per_row;
+  if (share >= shares) return;
+  fields[0] = row;
+  fields[1] = static_cast<std::int32_t>(std::int64_t{blocks} * share / shares);
+  fields[2] = last;
+  fields[3] = static_cast<std::int32_t>(std::int64_t{blocks} * (share + 1) / shares);
+  fields[4] = share;
+}
+
+// --- The line: 1 <= row_start_units <= 8, payload >= row_start_units + 8
+// ---------------------------
 
 // The block of a row before which a cut falls, `inside` units after the row's offset
 // (0 <= inside < cost). A result equal to the row's number of blocks means the start of the next
@@ -81,6 +154,6 @@ FLASHMLA_HD constexpr std::int32_t split_of_part(std::int64_t part, std::int64_t
 
 // Writes the plan of the contract: plan_rows (num_parts, kPlanRowFields) and num_splits
 // (batch + 1), both contiguous. One pass over the rows, no memory of its own. num_parts >= 1.
-void plan_on_host(const PlanProblem& problem, std::int32_t row_start_units);
+void plan_on_host(const PlanProblem& problem, const PlanModel& model);
 
 }  // namespace flashmla::schedule

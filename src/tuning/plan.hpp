@@ -4,13 +4,20 @@
 
 #include <cstdint>
 
+#include "schedule/planner.hpp"
+
 namespace flashmla::tuning {
 
-// What starting a row costs, in units of 1/8 block (1 to 8).
 // CPU: packing the queries and writing the result of a row takes about an eighth of the time of a
-// block of 64 tokens, for 16 heads and for 128.
-inline constexpr std::int32_t kCpuRowStartUnits = 1;
-// CUDA: see docs/performance/h200.md.
-inline constexpr std::int32_t kCudaRowStartUnits = 4;
+// block of 64 tokens, for 16 heads and for 128. A merge costs little, so the line is always cut.
+inline constexpr schedule::PlanModel kCpuPlan{1, 1, false};
+
+// CUDA: loading queries and writing a result takes about half a block's time. With more query rows
+// than this a partial result is so large that a share of one block is not worth its merge
+// (docs/performance/h200.md).
+inline constexpr std::int32_t kCudaFewQueryRows = 32;
+constexpr schedule::PlanModel cuda_plan(std::int64_t query_rows) {
+  return {4, query_rows <= kCudaFewQueryRows ? 1 : 2, true};
+}
 
 }  // namespace flashmla::tuning

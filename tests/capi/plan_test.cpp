@@ -56,7 +56,8 @@ TEST(Plan, CoversEveryRowOnceAndEvenly) {
         // The charge is the library's own affair: one of the possible ones must fit.
         ::testing::AssertionResult fits = ::testing::AssertionFailure();
         for (std::int64_t start = 1; start <= kMostRowStart && !fits; ++start) {
-          fits = plan_holds(lengths, rows, PlanCall::ints(call.splits), start);
+          fits = plan_holds(lengths, rows, PlanCall::ints(call.splits),
+                            {static_cast<std::int32_t>(start), 1, false});
         }
         ASSERT_TRUE(fits) << "batch " << batch << ", " << parts << " parts";
       }

@@ -3,6 +3,7 @@
 #include <cinttypes>
 
 #include "cuda/support.cuh"
+#include "tuning/plan.hpp"
 
 namespace flashmla::cuda_test {
 namespace {
@@ -225,20 +226,23 @@ void check_plans() {
   std::mt19937 random(5);
   for (const int batch : {0, 1, 2, 7, 128, 1000, 1025, 8192, 65536, 100000}) {
     for (const int parts : {1, 66, 132, 1500}) {
-      for (const int most : {0, 1, 100, 200000}) {
+      // Random lengths up to `most`; and, where that is negative, lengths that are nearly alike.
+      for (const int most : {0, 1, 100, 200000, -4096, -8192}) {
         std::vector<std::int32_t> lengths(batch);
         for (std::int32_t& length : lengths) {
-          length = static_cast<std::int32_t>(random() % (most + 1));
+          length = most >= 0 ? static_cast<std::int32_t>(random() % (most + 1))
+                             : -most - static_cast<std::int32_t>(random() % 64);
         }
         std::vector<std::int32_t> want_rows(parts * kPlanRowFields), want_splits(batch + 1);
         PlanProblem plan{};
         plan.batch = batch;
+        plan.num_heads_per_head_k = parts == 66 ? 128 : 16;
         plan.cache_seqlens = lengths.data();
         plan.cache_seqlens_stride = 1;
         plan.plan_rows = want_rows.data();
         plan.num_parts = parts;
         plan.num_splits = want_splits.data();
-        schedule::plan_on_host(plan, 4);
+        schedule::plan_on_host(plan, tuning::cuda_plan(plan.num_heads_per_head_k));
         DeviceArray<std::int32_t> device_lengths(lengths), rows(want_rows.size()),
             splits(want_splits.size());
         rows.fill(0xff);
@@ -257,7 +261,7 @@ void check_plans() {
       }
     }
   }
-  report("plans equal the host's", true, "160 plans");
+  report("plans equal the host's", true, "240 plans");
 }
 
 // Replays of one graph (plan, attention, combine) while lengths change, and two streams at once on
@@ -273,6 +277,7 @@ void check_graph(int heads, int replays) {
   FLASHMLA_CUDA_REQUIRE(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
   PlanProblem plan{};
   plan.batch = instance.problem.batch;
+  plan.num_heads_per_head_k = instance.problem.query_rows();
   plan.cache_seqlens = instance.problem.cache_seqlens;
   plan.cache_seqlens_stride = 1;
   plan.plan_rows = instance.plan_rows.data();

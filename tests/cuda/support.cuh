@@ -228,6 +228,7 @@ inline void Instance::make_plan(std::mt19937& random) {
   if (spec.plan == "own") {
     PlanProblem plan{};
     plan.batch = batch;
+    plan.num_heads_per_head_k = problem.query_rows();
     plan.cache_seqlens = problem.cache_seqlens;
     plan.cache_seqlens_stride = problem.cache_seqlens_stride;
     plan.plan_rows = plan_rows.data();

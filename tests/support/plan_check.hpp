@@ -7,15 +7,17 @@
 #include <cstdint>
 #include <vector>
 
+#include "schedule/planner.hpp"
+
 namespace flashmla::testing {
 
-// rows: (num_parts, 8), row-major. row_start_units is what starting a row costs, in eighths of a
-// block.
+// rows: (num_parts, 8), row-major.
 inline ::testing::AssertionResult plan_holds(const std::vector<std::int32_t>& lengths,
                                              const std::vector<std::int32_t>& rows,
                                              const std::vector<std::int32_t>& num_splits,
-                                             std::int64_t row_start_units) {
+                                             const schedule::PlanModel& model) {
   using ::testing::AssertionFailure;
+  const std::int64_t row_start_units = model.row_start_units;
   const auto batch = static_cast<std::int32_t>(lengths.size());
   const auto num_parts = static_cast<std::int32_t>(rows.size() / 8);
   const auto blocks_of = [&](std::int32_t row) {
@@ -25,9 +27,20 @@ inline ::testing::AssertionResult plan_holds(const std::vector<std::int32_t>& le
   for (std::int32_t row = 0; row < batch; ++row) {
     total_units += row_start_units + 8 * std::int64_t{blocks_of(row)};
   }
-  // The mean in whole blocks, one block more, and the start of a row.
-  const std::int64_t mean_blocks = (total_units + 8 * num_parts - 1) / (8 * num_parts);
-  const std::int64_t most_units = 8 * (mean_blocks + 1) + row_start_units;
+  // The mean in whole blocks, one block more, and the start of a row. Parts without work count
+  // where the plan cannot be even.
+  std::int64_t parts_in_use = num_parts;
+  if (model.may_be_even) {
+    parts_in_use = 0;
+    for (std::int32_t part = 0; part < num_parts; ++part) {
+      parts_in_use += rows[8 * static_cast<std::size_t>(part)] >= 0;
+    }
+  }
+  const std::int64_t mean = parts_in_use == 0
+                                ? 0
+                                : std::max((total_units + parts_in_use - 1) / parts_in_use,
+                                           row_start_units + 8 * model.least_blocks);
+  const std::int64_t most_units = (mean + 7) / 8 * 8 + 8 + row_start_units;
 
   if (num_splits[0] != 0) return AssertionFailure() << "num_splits[0] is " << num_splits[0];
   std::vector<std::int32_t> covered(lengths.size(), 0);  // blocks walked so far

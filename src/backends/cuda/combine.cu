@@ -2,18 +2,22 @@
 #include <cstdint>
 
 #include "backends/cuda/common/numeric.cuh"
+#include "backends/cuda/common/shared_memory.cuh"
 #include "backends/cuda/common/walk.cuh"
 #include "backends/cuda/kernels.hpp"
 #include "backends/cuda/ptx/launch.cuh"
+#include "select/select.hpp"
+#include "tuning/plan.hpp"
 
 namespace flashmla::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-constexpr int kBlocksAMultiprocessor = 3;
-constexpr int kColumns = 64;        // two a lane
-constexpr int kLoadsInFlight = 16;  // of a lane
+// Registers for three blocks a multiprocessor: then there is room for one beside a block of the
+// attention kernel for few query rows.
+constexpr int kBlocks = 3;
+constexpr int kLaneColumns = 8;  // 16 bytes of a partial result
 
 // Shared memory of a combine block, ints. Everything is indexed by slot of the partial results.
 struct CombineShared {
@@ -21,6 +25,9 @@ struct CombineShared {
   std::int32_t* merged;  // (2 * num_parts): rows to merge, in an order that all blocks agree on
   std::int32_t* slots;   // (kWarps, num_parts): a warp's list of one row's slots
 };
+constexpr std::size_t shared_bytes_of(std::int32_t num_parts) {
+  return static_cast<std::size_t>(num_parts) * (4 + kWarps) * sizeof(std::int32_t);
+}
 
 __device__ CombineShared carve(std::int32_t* memory, std::int32_t num_parts) {
   return {memory, memory + 2 * num_parts, memory + 4 * num_parts};
@@ -87,146 +94,242 @@ __device__ std::int32_t list_slots(const CallShape& shape, const CombineShared& 
   return count;
 }
 
-template <class Element>
-__device__ void store_pair(const CallShape& shape, Element* destination, float low, float high) {
-  const std::uint32_t pair = pack<Element>(low, high);
-  if (shape.out_is_aligned) {
-    *reinterpret_cast<std::uint32_t*>(destination) = pair;
-  } else {
-    std::uint16_t* halves = reinterpret_cast<std::uint16_t*>(destination);
-    halves[0] = static_cast<std::uint16_t>(pair);
-    halves[1] = static_cast<std::uint16_t>(pair >> 16);
+// A sum over parts in progress, relative to the largest lse so far.
+template <int kColumns>
+struct Merged {
+  float largest = -kInfinity;
+  float sum = 0.0f;
+  float columns[kColumns] = {};
+
+  __device__ void raise(float new_largest) {
+    const float scale =
+        largest == -kInfinity ? 0.0f : exp2_approximate((largest - new_largest) * kLog2E);
+    largest = new_largest;
+    sum *= scale;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) columns[i] *= scale;
   }
-}
-
-// kChunks * 64 columns of one query row of one merged row an item; kTeamWarps warps divide its
-// parts. Lane l holds columns 64 * chunk + 2 * l + {0, 1}.
-template <class Element, int kTeamWarps, int kChunks>
-__device__ void merge_items(const CallShape& shape, std::int32_t head_dim_v,
-                            const CombineShared& shared, std::int32_t num_merged) {
-  __shared__ float2 team_sums[kTeamWarps > 1 ? kWarps : 1][kChunks][kTeamWarps > 1 ? 32 : 1];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, member = warp % kTeamWarps;
-  constexpr int kTeams = kWarps / kTeamWarps;
-  constexpr int kParts = kLoadsInFlight / kChunks;  // read at once
-  const std::int32_t pieces = head_dim_v / (kChunks * kColumns);
-  const std::int64_t items =
-      static_cast<std::int64_t>(num_merged) * shape.num_heads_k * shape.query_rows * pieces;
-  std::int32_t* list = shared.slots + warp * shape.num_parts;
-  std::int32_t listed_row = -1, count = 0;
-  for (std::int64_t item = static_cast<std::int64_t>(blockIdx.x) * kTeams + warp / kTeamWarps;
-       item < items; item += static_cast<std::int64_t>(gridDim.x) * kTeams) {
-    const std::int32_t piece = item % pieces;
-    std::int64_t rest = item / pieces;
-    const std::int32_t query_row = rest % shape.query_rows;
-    rest /= shape.query_rows;
-    const std::int32_t kv_head = rest % shape.num_heads_k;
-    const std::int32_t row = shared.merged[rest / shape.num_heads_k];
-    if (row != listed_row) {
-      __syncwarp();
-      count = list_slots(shape, shared, row, list);
-      listed_row = row;
-    }
-
-    // Parts base to base + kParts - 1, those past the end read again as the last. The first are
-    // asked for before the weights are known.
-    float2 values[kParts][kChunks];
-    const auto load = [&](std::int32_t base) {
+  // Eight columns from kFirst on of a part of this weight.
+  template <int kFirst>
+  __device__ void add(float weight, const uint4& values) {
+    const std::uint32_t words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
-      for (int j = 0; j < kParts; ++j) {
-        const float2* source = reinterpret_cast<const float2*>(
-            shape.partial_out +
-            partial_index(shape, list[min(base + j, count - 1)], kv_head, query_row) * head_dim_v +
-            piece * (kChunks * kColumns) + lane * 2);
+    for (int i = 0; i < 4; ++i) {
+      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+      columns[kFirst + 2 * i] = fmaf(weight, pair.x, columns[kFirst + 2 * i]);
+      columns[kFirst + 2 * i + 1] = fmaf(weight, pair.y, columns[kFirst + 2 * i + 1]);
+    }
+  }
+  __device__ void add(Merged other) {
+    raise(fmaxf(largest, other.largest));
+    other.raise(largest);
+    sum += other.sum;
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) columns[i] += other.columns[i];
+  }
+  // Adds up what this lane and the one that differs in `lanes` hold.
+  __device__ void exchange(int lanes) {
+    raise(fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes)));
+    sum += __shfl_xor_sync(~0u, sum, lanes);
+#pragma unroll
+    for (int i = 0; i < kColumns; ++i) columns[i] += __shfl_xor_sync(~0u, columns[i], lanes);
+  }
+};
+
+// An item of work is some columns of one query row of one merged row. A team of warps shares its
+// parts, and so do groups of kGroupLanes lanes of a warp; a lane has kChunks chunks of 8 columns,
+// each in a half of its own if there are two. All that a lane reads of kPartsInFlight parts is
+// asked for at once.
+template <class Element, int kGroupLanes, int kChunks, int kPartsInFlight>
+class Merger {
+ public:
+  // Number of items of one merged row.
+  static __device__ std::uint32_t items_of_row(const CallShape& shape, std::int32_t head_dim_v) {
+    return shape.num_heads_k * shape.query_rows * pieces(head_dim_v);
+  }
+
+  __device__ Merger(const CallShape& shape, std::int32_t head_dim_v, const CombineShared& shared,
+                    std::int32_t num_merged, int team_warps)
+      : shape_(shape),
+        head_dim_v_(head_dim_v),
+        shared_(shared),
+        num_merged_(num_merged),
+        team_warps_(team_warps),
+        list_(shared.slots + threadIdx.x / 32 * shape.num_parts) {
+    advance(blockIdx.x * (kWarps / team_warps));
+    locate();
+  }
+
+  // Reads the partial results; what stands before follows from the plan alone.
+  __device__ void run() {
+    while (first_.merged < num_merged_) {
+      const Sum sum = sum_of_parts();
+      const bool is_leader = threadIdx.x / 32 % team_warps_ == 0;
+      if (is_leader && threadIdx.x % 32 < kGroupLanes && row_ >= 0) write(sum);
+      advance(gridDim.x * (kWarps / team_warps_));
+      locate();
+    }
+  }
+
+ private:
+  using Sum = Merged<kChunks * kLaneColumns>;
+  static constexpr int kItemChunks = kGroupLanes * kChunks;
+  static constexpr int kGroups = 32 / kGroupLanes;
+
+  // Where an item stands: one of so many of a merged row.
+  struct Item {
+    std::int32_t merged = 0;
+    std::uint32_t of_row = 0;
+  };
+
+  static __device__ std::int32_t pieces(std::int32_t head_dim_v) {
+    return head_dim_v / (kItemChunks * kLaneColumns);
+  }
+
+  __device__ Item further(Item item, std::uint32_t items) const {
+    const std::uint32_t of_row = items_of_row(shape_, head_dim_v_);
+    item.of_row += items;
+    item.merged += item.of_row / of_row;
+    item.of_row %= of_row;
+    return item;
+  }
+  __device__ void advance(std::uint32_t items) { first_ = further(first_, items); }
+
+  // Finds this team's item among those that begin at first_, and the slots of its parts.
+  __device__ void locate() {
+    const Item item = further(first_, threadIdx.x / 32 / team_warps_);
+    if (item.merged >= num_merged_) {
+      row_ = -1;
+      count_ = 0;
+      return;
+    }
+    piece_ = item.of_row % pieces(head_dim_v_);
+    const std::uint32_t query_row = item.of_row / pieces(head_dim_v_);
+    kv_head_ = query_row / shape_.query_rows;
+    query_row_ = query_row % shape_.query_rows;
+    const std::int32_t row = shared_.merged[item.merged];
+    if (row == row_) return;
+    row_ = row;
+    count_ = list_slots(shape_, shared_, row, list_);
+  }
+
+  // First column of a chunk of this lane.
+  __device__ std::int32_t column(int chunk) const {
+    return (piece_ * kItemChunks + chunk * kGroupLanes + threadIdx.x % kGroupLanes) * kLaneColumns;
+  }
+
+  // In the leading warp of the team, the sum over all parts.
+  __device__ Sum sum_of_parts() const {
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int step = team_warps_ * kGroups;
+    Sum total;
+#pragma unroll 1
+    for (std::int32_t base = warp % team_warps_ * kGroups + lane / kGroupLanes; base < count_;
+         base += step * kPartsInFlight) {
+      PartialStatistics statistics[kPartsInFlight][kChunks];
+      uint4 values[kPartsInFlight][kChunks];
+#pragma unroll
+      for (int j = 0; j < kPartsInFlight; ++j) {
+        statistics[j][0].lse = kInfinity;
+        if (base + j * step >= count_) continue;
+        const std::int64_t index =
+            partial_index(shape_, list_[base + j * step], kv_head_, query_row_);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
-          values[j][chunk] = source[chunk * (kColumns / 2)];
+          const int half = column(chunk) / (head_dim_v_ / kPartialHalves);
+          statistics[j][chunk] = shape_.partial_statistics[index * kPartialHalves + half];
+          values[j][chunk] = *reinterpret_cast<const uint4*>(shape_.partial_out +
+                                                             index * head_dim_v_ + column(chunk));
         }
       }
-    };
-    load(member * kParts);
+      // A part that saw no token has lse +inf, and is left out.
+      float largest = total.largest;
+#pragma unroll
+      for (int j = 0; j < kPartsInFlight; ++j) {
+        if (statistics[j][0].lse != kInfinity) largest = fmaxf(largest, statistics[j][0].lse);
+      }
+      total.raise(largest);
+#pragma unroll
+      for (int j = 0; j < kPartsInFlight; ++j) {
+        if (statistics[j][0].lse == kInfinity) continue;
+        const float weight = exp2_approximate((statistics[j][0].lse - largest) * kLog2E);
+        total.sum += weight;
+        total.template add<0>(weight * statistics[j][0].scale, values[j][0]);
+        if constexpr (kChunks == 2) {
+          total.template add<kLaneColumns>(weight * statistics[j][1].scale, values[j][1]);
+        }
+      }
+    }
+#pragma unroll
+    for (int lanes = kGroupLanes; lanes < 32; lanes *= 2) total.exchange(lanes);
+    if constexpr (kGroupLanes < 32) {
+      if (team_warps_ > 1) {
+        __shared__ Sum members[kWarps][kGroupLanes];
+        if (lane < kGroupLanes) members[warp][lane] = total;
+        __syncthreads();
+        if (warp % team_warps_ == 0 && lane < kGroupLanes) {
+          for (int i = 1; i < team_warps_; ++i) total.add(members[warp + i][lane]);
+        }
+        __syncthreads();
+      }
+    }
+    return total;
+  }
 
-    const auto lse_of = [&](std::int32_t i) {
-      const float lse = shape.partial_lse[partial_index(shape, list[i], kv_head, query_row)];
-      return isinf(lse) ? -kInfinity : lse;
-    };
-    float largest = -kInfinity;
-#pragma unroll 4
-    for (std::int32_t i = lane; i < count; i += 32) largest = fmaxf(largest, lse_of(i));
-    for (int lanes = 1; lanes < 32; lanes *= 2) {
-      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
-    }
-    const bool is_empty = largest == -kInfinity;
-    float sum = 0.0f;
-#pragma unroll 4
-    for (std::int32_t i = lane; i < count && !is_empty; i += 32) sum += expf(lse_of(i) - largest);
-    for (int lanes = 1; lanes < 32; lanes *= 2) sum += __shfl_xor_sync(~0u, sum, lanes);
-
-    float2 total[kChunks] = {};
-    for (std::int32_t base = member * kParts; base < count && !is_empty;
-         base += kTeamWarps * kParts) {
-      if (base > member * kParts) load(base);
-      const float weight =
-          lane < kParts && base + lane < count ? expf(lse_of(base + lane) - largest) : 0.0f;
-#pragma unroll
-      for (int j = 0; j < kParts; ++j) {
-        const float part_weight = __shfl_sync(~0u, weight, j);
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          total[chunk].x = fmaf(part_weight, values[j][chunk].x, total[chunk].x);
-          total[chunk].y = fmaf(part_weight, values[j][chunk].y, total[chunk].y);
-        }
-      }
-    }
-    if constexpr (kTeamWarps > 1) {
-#pragma unroll
-      for (int chunk = 0; chunk < kChunks; ++chunk) team_sums[warp][chunk][lane] = total[chunk];
-      __syncthreads();
-      if (member == 0) {
-#pragma unroll
-        for (int chunk = 0; chunk < kChunks; ++chunk) {
-          for (int i = 1; i < kTeamWarps; ++i) {
-            total[chunk].x += team_sums[warp + i][chunk][lane].x;
-            total[chunk].y += team_sums[warp + i][chunk][lane].y;
-          }
-        }
-      }
-      __syncthreads();
-      if (member != 0) continue;
-    }
-    const QueryRow query = query_row_at(shape, kv_head, query_row);
-    const float scale = inverse_sum(sum);
-    Element* out = static_cast<Element*>(shape.out) + out_offset(shape, row, query) +
-                   piece * (kChunks * kColumns) + lane * 2;
+  __device__ void write(const Sum& total) const {
+    const QueryRow query = query_row_at(shape_, kv_head_, query_row_);
+    const float scale = inverse_sum(total.sum);
+    Element* out = static_cast<Element*>(shape_.out) + out_offset(shape_, row_, query);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
-      store_pair(shape, out + chunk * kColumns, total[chunk].x * scale, total[chunk].y * scale);
+      const float* columns = total.columns + chunk * kLaneColumns;
+      const uint4 packed = {pack<Element>(columns[0] * scale, columns[1] * scale),
+                            pack<Element>(columns[2] * scale, columns[3] * scale),
+                            pack<Element>(columns[4] * scale, columns[5] * scale),
+                            pack<Element>(columns[6] * scale, columns[7] * scale)};
+      store_row_chunk(out + column(chunk), packed, shape_.out_is_aligned);
     }
-    if (piece == 0 && lane == 0) {
-      *lse_at(shape, row, query) = is_empty ? kInfinity : largest + logf(sum);
+    if (column(0) == 0) {
+      *lse_at(shape_, row_, query) =
+          total.sum == 0.0f ? kInfinity : total.largest + log2_approximate(total.sum) * kLn2;
     }
   }
-}
+
+  const CallShape& shape_;
+  std::int32_t head_dim_v_;
+  const CombineShared& shared_;
+  std::int32_t num_merged_;
+  int team_warps_;      // divides kWarps; 1 where groups are whole warps
+  std::int32_t* list_;  // slots of row_'s partial results
+  Item first_;          // of the block's first team
+  std::int32_t row_ = -1, count_ = 0;
+  std::int32_t piece_ = 0, query_row_ = 0, kv_head_ = 0;
+};
 
 template <class Element>
-__global__ void __launch_bounds__(kThreads)
+__global__ void __launch_bounds__(kThreads, kBlocks)
     combine_kernel(const __grid_constant__ CallShape shape, std::int32_t head_dim_v) {
   extern __shared__ std::int32_t memory[];
   const CombineShared shared = carve(memory, shape.num_parts);
   // The plan was written before the attention grid began, so this need not wait for its end.
   const std::int32_t num_merged = list_fragments(shape, shared);
-  ptx::wait_for_previous_grid();
-  ptx::allow_next_grid();
-  if (num_merged == 0) return;
-  // Few query rows: a block for 64 columns of each, or 256, so that many parts are read at once.
-  // Many: a warp each.
-  const std::int64_t rows =
-      static_cast<std::int64_t>(num_merged) * shape.num_heads_k * shape.query_rows;
-  if (rows * (head_dim_v / kColumns) <= gridDim.x) {
-    merge_items<Element, kWarps, 1>(shape, head_dim_v, shared, num_merged);
-  } else if (rows < std::int64_t{2} * gridDim.x) {
-    merge_items<Element, kWarps, 4>(shape, head_dim_v, shared, num_merged);
+  const auto run = [&](auto merger) {
+    ptx::wait_for_previous_grid();
+    ptx::allow_next_grid();
+    merger.run();
+  };
+  // Few query rows: 64 columns an item, and as many warps for each as there are, so that its parts
+  // are read at once. Many: a warp for a whole query row.
+  using Few = Merger<Element, 8, 1, 5>;
+  using Many = Merger<Element, 32, 2, 2>;
+  const std::int64_t items =
+      static_cast<std::int64_t>(num_merged) * Few::items_of_row(shape, head_dim_v);
+  if (items <= std::int64_t{kWarps} * gridDim.x) {
+    int team_warps = kWarps;
+    while (team_warps > 1 && items * team_warps > std::int64_t{kWarps} * gridDim.x) team_warps /= 2;
+    run(Few(shape, head_dim_v, shared, num_merged, team_warps));
   } else {
-    merge_items<Element, 1, 8>(shape, head_dim_v, shared, num_merged);
+    run(Many(shape, head_dim_v, shared, num_merged, 1));
   }
 }
 
@@ -295,22 +398,18 @@ namespace {
 template <class Element>
 cudaError_t launch_combine(const CallShape& shape, std::int32_t head_dim_v,
                            std::int32_t num_multiprocessors, cudaStream_t stream) {
-  const std::size_t shared_bytes =
-      static_cast<std::size_t>(shape.num_parts) * (4 + kWarps) * sizeof(std::int32_t);
-  constexpr std::size_t kBytesWithoutAsking = 48 * 1024 - 4096;
-  if (shared_bytes > kBytesWithoutAsking) {
-    const cudaError_t error =
-        cudaFuncSetAttribute(combine_kernel<Element>, cudaFuncAttributeMaxDynamicSharedMemorySize,
-                             static_cast<int>(shared_bytes));
-    if (error != cudaSuccess) return error;
-  }
+  const cudaError_t error = allow_shared_memory<combine_kernel<Element>>(
+      static_cast<int>(shared_bytes_of(select::kCudaMaxParts)));
+  if (error != cudaSuccess) return error;
   cudaLaunchAttribute overlap;
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  config.gridDim = dim3(kBlocksAMultiprocessor * num_multiprocessors);
+  // Beside the blocks of an attention kernel for few query rows there is room for one.
+  const int blocks = shape.query_rows <= tuning::kCudaFewQueryRows ? 1 : 2;
+  config.gridDim = dim3(blocks * num_multiprocessors);
   config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes;
+  config.dynamicSmemBytes = shared_bytes_of(shape.num_parts);
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = 1;

@@ -8,6 +8,7 @@
 
 #include "backends/cuda/common/params.cuh"
 #include "problem/problem.hpp"
+#include "schedule/planner.hpp"
 
 namespace flashmla::cuda {
 
@@ -26,7 +27,7 @@ cudaError_t launch_combine(const CallShape& shape, DType dtype, std::int32_t hea
 cudaError_t launch_merge(const MergeProblem& problem, cudaStream_t stream);
 
 // The rows of schedule::plan_on_host, byte for byte.
-cudaError_t launch_plan(const PlanProblem& problem, std::int32_t row_start_units,
+cudaError_t launch_plan(const PlanProblem& problem, const schedule::PlanModel& model,
                         cudaStream_t stream);
 
 }  // namespace flashmla::cuda

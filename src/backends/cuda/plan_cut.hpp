@@ -17,16 +17,16 @@ struct PlanCut {
 
 // Cut number `part` (at part * payload). The rows come in groups of rows_per_group; group_offset
 // (num_groups + 1) holds the exclusive prefix sums of their costs, so that a search among the
-// groups and a walk through one of them find the row. length_of(row) for row in [0, batch).
-template <class LengthOf>
+// groups and a walk through one of them find the row. blocks_of(row) for row in [0, batch).
+template <class BlocksOf>
 FLASHMLA_HD PlanCut find_cut(std::int64_t part, std::int64_t payload, std::int32_t batch,
                              const std::int64_t* group_offset, std::int32_t num_groups,
                              std::int32_t rows_per_group, std::int32_t row_start_units,
-                             const LengthOf& length_of) {
+                             const BlocksOf& blocks_of) {
   if (part == 0) return {0, 0, 0, 0};
   const std::int64_t at = part * payload;
   if (at > group_offset[num_groups]) {
-    return {batch, 0, 0, batch > 0 ? schedule::blocks_of_length(length_of(batch - 1)) : 0};
+    return {batch, 0, 0, batch > 0 ? blocks_of(batch - 1) : 0};
   }
   // The last group whose offset is less than `at`: it holds the row with offset < at <= row's end.
   std::int32_t low = 0, high = num_groups;
@@ -36,18 +36,17 @@ FLASHMLA_HD PlanCut find_cut(std::int64_t part, std::int64_t payload, std::int32
   }
   std::int64_t offset = group_offset[low];
   std::int32_t row = low * rows_per_group;
-  std::int32_t length = length_of(row);
-  while (offset + schedule::row_cost(length, row_start_units) < at) {
-    offset += schedule::row_cost(length, row_start_units);
-    length = length_of(++row);
+  std::int32_t blocks = blocks_of(row);
+  while (offset + schedule::row_cost(blocks, row_start_units) < at) {
+    offset += schedule::row_cost(blocks, row_start_units);
+    blocks = blocks_of(++row);
   }
-  const std::int32_t blocks = schedule::blocks_of_length(length);
   const std::int32_t block = schedule::block_of_cut(at - offset, row_start_units);
   if (block >= blocks) return {row + 1, 0, 0, blocks};
   if (block > 0) {
     return {row, block, schedule::split_of_part(part, offset, payload, row_start_units), 0};
   }
-  return {row, 0, 0, row > 0 ? schedule::blocks_of_length(length_of(row - 1)) : 0};
+  return {row, 0, 0, row > 0 ? blocks_of(row - 1) : 0};
 }
 
 // schedule::splits_of_row, given how to divide by the payload: the device multiplies.

@@ -105,7 +105,7 @@ cudaError_t launch_combine(const CallShape&, DType, std::int32_t, std::int32_t, 
 cudaError_t launch_merge(const MergeProblem&, cudaStream_t) {
   return note("merge");
 }
-cudaError_t launch_plan(const PlanProblem&, std::int32_t, cudaStream_t) {
+cudaError_t launch_plan(const PlanProblem&, const schedule::PlanModel&, cudaStream_t) {
   return note("plan");
 }
 

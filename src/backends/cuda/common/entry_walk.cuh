@@ -9,16 +9,16 @@ namespace flashmla::cuda {
 
 // A step of a part's walk.
 struct Entry {
-  enum Kind : std::int32_t { kTile, kQuery, kEmptyRow, kEnd };
+  enum Kind : std::int16_t { kTile, kQuery, kEmptyRow, kEnd };
   Kind kind;
+  std::int16_t detail;  // tile: flags, of its share; query: slot of the partials, -1: whole
   std::int32_t row;
-  std::int32_t block;   // tile: of the row
-  std::int32_t detail;  // tile: flags, of its share; query: slot of the partials, -1: whole
-  std::int32_t length;  // of the row
+  std::int32_t block;      // tile: of the row; query: the first of its tiles
+  std::int32_t end_block;  // query: past its last tile
+  std::int32_t length;     // of the row
 
-  static constexpr std::int32_t kFirst = 1;
-  static constexpr std::int32_t kLast = 2;
-  static constexpr std::int32_t kRescale = 4;  // added when the tile's softmax asks for it
+  static constexpr std::int16_t kFirst = 1;
+  static constexpr std::int16_t kLast = 2;
 };
 
 // Where a part's walk stands.
@@ -54,7 +54,11 @@ __device__ __forceinline__ void step_row(EntryWalk& walk, const CallShape& shape
 __device__ __forceinline__ Entry next_entry(EntryWalk& walk, const CallShape& shape) {
   const std::int32_t block = walk.block;
   if (block < walk.end_block) {
-    Entry entry{Entry::kTile, walk.row, block, block == walk.begin_block ? Entry::kFirst : 0,
+    Entry entry{Entry::kTile,
+                static_cast<std::int16_t>(block == walk.begin_block ? Entry::kFirst : 0),
+                walk.row,
+                block,
+                0,
                 walk.length};
     walk.block = block + 1;
     if (block + 1 == walk.end_block) {
@@ -70,12 +74,17 @@ __device__ __forceinline__ Entry next_entry(EntryWalk& walk, const CallShape& sh
     if (share.begin_block < share.end_block) {
       walk.block = share.begin_block;
       walk.end_block = share.end_block;
-      return {Entry::kQuery, row, 0, share.is_whole() ? -1 : walk.slot, walk.length};
+      return {Entry::kQuery,
+              static_cast<std::int16_t>(share.is_whole() ? -1 : walk.slot),
+              row,
+              share.begin_block,
+              share.end_block,
+              walk.length};
     }
     step_row(walk, shape);
-    if (share.is_whole()) return {Entry::kEmptyRow, row, 0, 0, 0};
+    if (share.is_whole()) return {Entry::kEmptyRow, 0, row, 0, 0, 0};
   }
-  return {Entry::kEnd, 0, 0, 0, 0};
+  return {Entry::kEnd, 0, 0, 0, 0, 0};
 }
 
 }  // namespace flashmla::cuda

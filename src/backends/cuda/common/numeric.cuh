@@ -9,6 +9,7 @@
 namespace flashmla::cuda {
 
 inline constexpr float kLn2 = 0.693147180559945309f;
+inline constexpr float kLog2E = 1.44269504088896341f;
 inline constexpr float kInfinity = __builtin_huge_valf();
 
 // The reference of a query that has seen no token yet: below every score, and finite, so that
@@ -18,7 +19,8 @@ inline constexpr float kNoReference = -1.0e30f;
 // A thread's share of a row sum of one tile at which the reference has been outgrown. Up to here P
 // and its sums are far from overflow (fp16: 65504); above, rounding of a dominating P that is not 1
 // starts to show. Standard-normal scores stay below.
-inline constexpr float kOutgrown = 64.0f;
+inline constexpr float kOutgrownSum = 64.0f;
+inline constexpr float kOutgrown = 6.0f;  // the same, of the largest exponent
 
 __device__ __forceinline__ std::uint32_t pack(float low, float high, __nv_bfloat16) {
   const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
@@ -34,14 +36,44 @@ __device__ __forceinline__ std::uint32_t pack(float low, float high) {
   return pack(low, high, Element{});
 }
 
+// Exponential, logarithm and reciprocal as the hardware has them, within 2^-22: the exact ones are
+// long, and where a result is written every instruction runs for the first time.
+__device__ __forceinline__ float exp2_approximate(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float log2_approximate(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+__device__ __forceinline__ float reciprocal_approximate(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // Natural logarithm of sum * 2^reference; +inf where no token was seen.
 __device__ __forceinline__ float natural_lse(float reference, float sum) {
-  return sum == 0.0f ? kInfinity : fmaf(reference, kLn2, logf(sum));
+  return sum == 0.0f ? kInfinity : (reference + log2_approximate(sum)) * kLn2;
 }
 
 // What normalises an accumulator; 0 where no token was seen.
 __device__ __forceinline__ float inverse_sum(float sum) {
-  return sum == 0.0f ? 0.0f : 1.0f / sum;
+  return sum == 0.0f ? 0.0f : reciprocal_approximate(sum);
+}
+
+// The power of two that brings the largest magnitude of a partial result into fp16's upper range:
+// quotients below 2^15, and full precision down to 2^-29 of the largest. An infinity or NaN stays
+// one in the quotient, and what is finite beside it stays finite.
+__device__ __forceinline__ float partial_scale(float largest) {
+  const std::uint32_t exponent = __float_as_uint(largest) >> 23;
+  return __uint_as_float((max(exponent, 15u) - 14) << 23);
+}
+// 1 / scale, exactly.
+__device__ __forceinline__ float inverse_partial_scale(float scale) {
+  return __uint_as_float((254u << 23) - __float_as_uint(scale));
 }
 
 // Stores 16 bytes of 2-byte elements; `aligned` says that 16-byte stores are possible.

@@ -5,6 +5,7 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <bit>
 #include <cstdint>
 
 namespace flashmla::cuda {
@@ -22,8 +23,7 @@ struct Divisor {
   __host__ __device__
 #endif
       explicit Divisor(std::int32_t value)
-      : divisor(value), shift(0) {
-    while ((std::int64_t{1} << shift) < value) ++shift;
+      : divisor(value), shift(std::bit_width(static_cast<std::uint32_t>(value) - 1)) {
     multiplier = static_cast<std::uint32_t>(
         ((std::uint64_t{1} << (31 + shift)) + static_cast<std::uint64_t>(value) - 1) / value);
   }
@@ -38,6 +38,13 @@ struct Divisor {
   }
 #endif
 };
+
+// Of a half of the columns of a partial result.
+struct PartialStatistics {
+  float lse;
+  float scale;  // what its fp16 numbers are multiples of
+};
+inline constexpr int kPartialHalves = 2;
 
 // The part of a call that attention and combine share. Strides are in elements.
 struct CallShape {
@@ -61,18 +68,19 @@ struct CallShape {
   float* lse;           // (batch, num_heads_q, seq_len_q)
   std::int64_t lse_batch_stride, lse_head_stride, lse_token_stride;
 
-  // Normalised results of shared rows: float (2 * num_parts, num_heads_k, query_rows, head_dim_v)
-  // and (2 * num_parts, num_heads_k, query_rows). Part p leaves its share of the first row that it
-  // walks at 2 * p and of the last one, if another, at 2 * p + 1.
-  float* partial_out;
-  float* partial_lse;
+  // Normalised results of shared rows, fp16 multiples of a power of two that each half of the
+  // columns has for itself: (2 * num_parts, num_heads_k, query_rows, head_dim_v). Part p leaves its
+  // share of the first row that it walks at 2 * p and of the last one, if another, at 2 * p + 1.
+  std::uint16_t* partial_out;
+  PartialStatistics* partial_statistics;  // (2 * num_parts, num_heads_k, query_rows, halves)
 };
 
 struct DecodeParams {
   // q as (64 elements, head, slice of 64 elements, token, batch row) and k_cache as (64 elements,
-  // token in page, slice, key/value head, page). A box is 64 elements x box rows.
+  // token in page, slice, key/value head, page).
   CUtensorMap q_map;
   CUtensorMap k_map;
+  // Boxes of 64 rows hold all slices, so that one copy moves a tile; smaller ones hold one slice.
   std::int32_t q_box_rows_log2;  // box rows divide 64 and heads_per_kv_head
   std::int32_t k_box_rows_log2;  // box rows divide 64 and page_size
 

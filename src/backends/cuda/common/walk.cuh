@@ -94,7 +94,8 @@ __device__ __forceinline__ float* lse_at(const CallShape& shape, std::int32_t ro
          query.token * shape.lse_token_stride;
 }
 
-// Index of a query row's partial result; times head_dim_v in partial_out.
+// Index of a query row's partial result; times head_dim_v in partial_out, times kPartialHalves in
+// partial_statistics.
 __device__ __forceinline__ std::int64_t partial_index(const CallShape& shape, std::int32_t slot,
                                                       std::int32_t kv_head,
                                                       std::int32_t query_row) {

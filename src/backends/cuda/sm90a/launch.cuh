@@ -3,26 +3,12 @@
 
 #include <cuda_runtime.h>
 
-#include <atomic>
 #include <cstdint>
 
 #include "backends/cuda/common/params.cuh"
+#include "backends/cuda/common/shared_memory.cuh"
 
 namespace flashmla::cuda::sm90a {
-
-// Raises the kernel's limit of shared memory, once a device.
-template <auto kKernel>
-cudaError_t allow_shared_memory(int bytes) {
-  static std::atomic<std::uint64_t> done{0};
-  int device = 0;
-  if (const cudaError_t error = cudaGetDevice(&device); error != cudaSuccess) return error;
-  const std::uint64_t bit = std::uint64_t{1} << (device % 64);
-  if (device < 64 && (done.load(std::memory_order_acquire) & bit) != 0) return cudaSuccess;
-  const cudaError_t error =
-      cudaFuncSetAttribute(kKernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error == cudaSuccess) done.fetch_or(bit, std::memory_order_release);
-  return error;
-}
 
 // A block for each (tile of tile_rows query rows, key/value head, part). It may begin while the
 // kernel before it ends: it waits for that one before it reads anything.

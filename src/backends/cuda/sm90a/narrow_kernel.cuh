@@ -1,30 +1,32 @@
-// Attention for up to 32 query rows of a key/value head. One warp keeps a ring of slices filled;
-// one warpgroup computes S^T = K Q^T, P^T, and O^T += V^T P^T.
+// Attention for up to 32 query rows of a key/value head. One warp keeps a ring of tiles filled; one
+// warpgroup computes S^T = K Q^T, P^T, and O^T += V^T P^T.
 #pragma once
 
 #include <cstdint>
 
 #include "backends/cuda/common/entry_walk.cuh"
 #include "backends/cuda/common/numeric.cuh"
+#include "backends/cuda/common/prefetch.cuh"
 #include "backends/cuda/mma/descriptor.cuh"
 #include "backends/cuda/mma/warpgroup_mma.cuh"
 #include "backends/cuda/ptx/barrier.cuh"
 #include "backends/cuda/ptx/launch.cuh"
 #include "backends/cuda/ptx/matrix.cuh"
 #include "backends/cuda/ptx/memory.cuh"
+#include "backends/cuda/sm90a/load.cuh"
 #include "backends/cuda/sm90a/narrow_traits.cuh"
 
 namespace flashmla::cuda::sm90a {
 
-// Slot of the ring and the parity of its phase.
+// Stage of the ring and the parity of its phase.
 template <class Traits>
-struct SlotPosition {
-  int slot = 0;
+struct StagePosition {
+  int stage = 0;
   int parity = 0;
 
   __device__ __forceinline__ void advance() {
-    if (++slot == Traits::kSlots) {
-      slot = 0;
+    if (++stage == Traits::kStages) {
+      stage = 0;
       parity ^= 1;
     }
   }
@@ -36,84 +38,55 @@ template <class Traits>
 class NarrowLoader {
  public:
   __device__ __forceinline__ NarrowLoader(const DecodeParams& params, NarrowShared<Traits>& shared)
-      : params_(params),
-        shared_(shared),
-        lane_(threadIdx.x % 32),
-        boxes_(Traits::kTileTokens >> params.k_box_rows_log2) {}
+      : params_(params), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
     EntryWalk walk;
     begin_walk(walk, params_.shape, blockIdx.z);
-    std::int32_t length;
-    Entry entry = next_tile(walk, length);
-    std::int32_t page = page_of(entry, length);
+    Entry entry = next_tile(walk);
+    Pages pages = pages_of(entry);
+    StagePosition<Traits> position;
     while (entry.kind == Entry::kTile) {
-      // The page of the tile after this one is asked for before this one waits for its slots.
-      std::int32_t next_length;
-      const Entry next = next_tile(walk, next_length);
-      const std::int32_t next_page = page_of(next, next_length);
-      load_tile(entry, length, page);
+      // The pages of the tile after this one are asked for before this one waits for its stage.
+      const Entry next = next_tile(walk);
+      const Pages next_pages = pages_of(next);
+      ptx::mbarrier_wait(ptx::shared_address(&shared_.empty[position.stage]), position.parity ^ 1);
+      const std::uint32_t full = ptx::shared_address(&shared_.full[position.stage]);
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_expect(full, Traits::kTileBytes);
+      __syncwarp();
+      copy_tile<Traits::kSlices>(
+          params_, entry.block, blockIdx.y,
+          [&](int box) { return box < 32 ? pages.near : pages.far; },
+          ptx::shared_address(shared_.stages[position.stage]), full);
+      position.advance();
       entry = next;
-      page = next_page;
-      length = next_length;
+      pages = next_pages;
     }
   }
 
  private:
-  __device__ __forceinline__ Entry next_tile(EntryWalk& walk, std::int32_t& length) const {
+  // Of the boxes that this lane copies.
+  struct Pages {
+    std::int32_t near, far;
+  };
+
+  __device__ __forceinline__ Entry next_tile(EntryWalk& walk) const {
     for (;;) {
-      length = walk.length;
       const Entry entry = next_entry(walk, params_.shape);
       if (entry.kind == Entry::kTile || entry.kind == Entry::kEnd) return entry;
     }
   }
 
-  // First token of the tile's box `box` of a slice.
-  __device__ __forceinline__ std::int32_t token_of(const Entry& entry, int box) const {
-    return entry.block * Traits::kTileTokens + (box << params_.k_box_rows_log2);
-  }
-
-  // Page of this lane's box, or of the one `boxes_further` on; -1, which the copy engine answers
-  // with zeros, past the end of the row, where the table may hold anything.
-  __device__ __forceinline__ std::int32_t page_of(const Entry& entry, std::int32_t length,
-                                                  int boxes_further = 0) const {
-    const std::int32_t token = token_of(entry, lane_ % boxes_ + boxes_further);
-    if (entry.kind != Entry::kTile || token >= length) return -1;
-    return params_.block_table[entry.row * params_.block_table_batch_stride +
-                               params_.page_size.quotient(token) * params_.block_table_page_stride];
-  }
-
-  // Lane l copies box l of every slice; with boxes of one token, box l + 32 too.
-  __device__ __forceinline__ void load_tile(const Entry& entry, std::int32_t length,
-                                            std::int32_t page) {
-    const std::int32_t far_page = boxes_ > 32 ? page_of(entry, length, 32) : -1;
-    const std::int32_t in_page = params_.page_size.remainder(token_of(entry, lane_));
-    const std::int32_t far_in_page = params_.page_size.remainder(token_of(entry, lane_ + 32));
-    const std::uint32_t row_offset = (lane_ << params_.k_box_rows_log2) * mma::kRowBytes;
-#pragma unroll 1
-    for (int slice = 0; slice < Traits::kSlices; ++slice) {
-      ptx::mbarrier_wait(ptx::shared_address(&shared_.empty[position_.slot]), position_.parity ^ 1);
-      const std::uint32_t full = ptx::shared_address(&shared_.full[position_.slot]);
-      const std::uint32_t destination =
-          ptx::shared_address(shared_.slots[position_.slot]) + row_offset;
-      if (lane_ == 0) ptx::mbarrier_arrive_expect(full, Traits::kSliceBytes);
-      __syncwarp();
-      if (lane_ < boxes_) {
-        ptx::copy_box(destination, params_.k_map, full, 0, in_page, slice, blockIdx.y, page);
-      }
-      if (boxes_ > 32) {
-        ptx::copy_box(destination + 32 * mma::kRowBytes, params_.k_map, full, 0, far_in_page, slice,
-                      blockIdx.y, far_page);
-      }
-      position_.advance();
-    }
+  __device__ __forceinline__ Pages pages_of(const Entry& entry) const {
+    if (entry.kind != Entry::kTile) return {-1, -1};
+    const int boxes = boxes_of_slice(params_);
+    const int box = threadIdx.x % 32 & (boxes - 1);
+    return {page_of_box(params_, entry, box),
+            boxes > 32 ? page_of_box(params_, entry, box + 32) : -1};
   }
 
   const DecodeParams& params_;
   NarrowShared<Traits>& shared_;
-  int lane_;
-  int boxes_;  // of a slice
-  SlotPosition<Traits> position_;
 };
 
 // --- Compute: warpgroup 0 ------------------------------------------------------------------------
@@ -208,6 +181,7 @@ class NarrowCompute {
   __device__ __forceinline__ void run_tile(const Entry& tile) {
     const bool is_first = (tile.detail & Entry::kFirst) != 0;
     const bool is_masked = tile.block >= first_masked_block_;
+    ptx::mbarrier_wait(ptx::shared_address(&shared_.full[position_.stage]), position_.parity);
     if (is_masked) clear_unseen(tile);
     float scores[kScores];
     compute_scores(scores);
@@ -215,7 +189,7 @@ class NarrowCompute {
     float probabilities[kScores];
     bool exact = is_first || is_masked;
     if (!exact) exact = fast_softmax(scores, probabilities);
-    if (exact) exact_softmax(scores, probabilities, tile);
+    if (exact) exact_softmax(scores, probabilities, tile, is_masked);
     store_probabilities(probabilities);
     ptx::fence_async_proxy();
     synchronise();
@@ -229,44 +203,39 @@ class NarrowCompute {
     const std::int32_t seen =
         max(visible_of(tile, Traits::kQueryRows - 1) - tile.block * Traits::kTileTokens, 0);
     if (seen >= Traits::kTileTokens) return;
-    SlotPosition<Traits> position = position_;
-    for (int slice = 0; slice < Traits::kSlices; ++slice) {
-      ptx::mbarrier_wait(ptx::shared_address(&shared_.full[position.slot]), position.parity);
-      const std::uint32_t base = ptx::shared_address(shared_.slots[position.slot]);
-      for (int i = seen * 8 + threadIdx.x; i < Traits::kTileTokens * 8;
-           i += Traits::kComputeThreads) {
-        ptx::store_shared_16(base + i * 16, uint4{0, 0, 0, 0});
+    const std::uint32_t base = ptx::shared_address(shared_.stages[position_.stage]);
+#pragma unroll 1
+    for (int i = seen * 8 + threadIdx.x; i < Traits::kTileTokens * 8;
+         i += Traits::kComputeThreads) {
+#pragma unroll
+      for (int slice = 0; slice < Traits::kSlices; ++slice) {
+        ptx::store_shared_16(base + slice * Traits::kSliceBytes + i * 16, uint4{0, 0, 0, 0});
       }
-      position.advance();
     }
     ptx::fence_async_proxy();
     synchronise();
   }
 
-  // The ring's position in uniform registers, from which descriptors follow.
-  __device__ __forceinline__ SlotPosition<Traits> uniform_position() const {
-    return {static_cast<int>(ptx::uniform(position_.slot)),
-            static_cast<int>(ptx::uniform(position_.parity))};
+  // The tile's address in a uniform register, from which descriptors follow.
+  __device__ __forceinline__ std::uint32_t tile_address() const {
+    return ptx::uniform(ptx::shared_address(shared_.stages[position_.stage]));
   }
 
-  // scores (64 tokens, kQueryRows), not scaled; slice by slice, as they arrive.
+  // scores (64 tokens, kQueryRows), not scaled.
   __device__ __forceinline__ void compute_scores(float (&scores)[kScores]) {
-    SlotPosition<Traits> position = uniform_position();
+    const std::uint64_t keys = mma::rows_descriptor(tile_address());
+    const std::uint64_t queries =
+        mma::rows_descriptor(ptx::uniform(ptx::shared_address(shared_.query)));
     ptx::discard_registers(scores);
+    ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < Traits::kSlices; ++slice) {
-      ptx::mbarrier_wait(ptx::shared_address(&shared_.full[position.slot]), position.parity);
-      // Without it the compiler puts its own here, and serialises.
-      ptx::wgmma_fence();
-      const std::uint64_t keys =
-          mma::rows_descriptor(ptx::shared_address(shared_.slots[position.slot]));
-      const std::uint64_t queries = mma::rows_descriptor(ptx::shared_address(shared_.query[slice]));
 #pragma unroll
       for (int step = 0; step < 4; ++step) {
-        ScoreMma::multiply(scores, mma::advance(keys, step * 32), mma::advance(queries, step * 32),
+        ScoreMma::multiply(scores, mma::advance(keys, slice * Traits::kSliceBytes + step * 32),
+                           mma::advance(queries, slice * Traits::kQuerySliceBytes + step * 32),
                            slice > 0 || step > 0);
       }
-      position.advance();
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
@@ -282,13 +251,12 @@ class NarrowCompute {
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       const int low = i / 2 * 4 + i % 2, high = low + 2;
-      probabilities[low] =
-          ptx::exp2_approximate(fmaf(scores[low], params_.scale_log2, -reference_[i]));
+      probabilities[low] = exp2_approximate(fmaf(scores[low], params_.scale_log2, -reference_[i]));
       probabilities[high] =
-          ptx::exp2_approximate(fmaf(scores[high], params_.scale_log2, -reference_[i]));
+          exp2_approximate(fmaf(scores[high], params_.scale_log2, -reference_[i]));
       tile_sum[i] = probabilities[low] + probabilities[high];
       // Written so that NaN counts as outgrown.
-      outgrown |= !(tile_sum[i] <= kOutgrown);
+      outgrown |= !(tile_sum[i] <= kOutgrownSum);
     }
     if (ptx::named_barrier_or(Traits::kComputeWarpgroup, Traits::kComputeThreads, outgrown)) {
       return true;
@@ -298,17 +266,18 @@ class NarrowCompute {
     return false;
   }
 
-  // Masks, raises the references to the true maxima where they were lower, and rescales.
+  // Masks where asked to, raises the references to the true maxima where they were lower, and
+  // rescales.
   __device__ __forceinline__ void exact_softmax(const float (&scores)[kScores],
-                                                float (&probabilities)[kScores],
-                                                const Entry& tile) {
+                                                float (&probabilities)[kScores], const Entry& tile,
+                                                bool is_masked) {
     const std::int32_t token = tile.block * Traits::kTileTokens + 16 * warp_ + lane_ / 4;
     float maximum[kHeads];
     bool sees_low[kHeads], sees_high[kHeads];
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       const int low = i / 2 * 4 + i % 2, high = low + 2;
-      const std::int32_t visible = visible_of(tile, column(i));
+      const std::int32_t visible = is_masked ? visible_of(tile, column(i)) : INT32_MAX;
       sees_low[i] = token < visible;
       sees_high[i] = token + 8 < visible;
       maximum[i] = reference_[i];
@@ -328,13 +297,12 @@ class NarrowCompute {
       for (int warp = 0; warp < Traits::kComputeWarps; ++warp) {
         maximum[i] = fmaxf(maximum[i], shared_.reduction[warp][column(i)]);
       }
-      const float scale = ptx::exp2_approximate(reference_[i] - maximum[i]);
+      const float scale = exp2_approximate(reference_[i] - maximum[i]);
       reference_[i] = maximum[i];
       probabilities[low] =
-          sees_low[i] ? ptx::exp2_approximate(fmaf(scores[low], params_.scale_log2, -maximum[i]))
-                      : 0.0f;
+          sees_low[i] ? exp2_approximate(fmaf(scores[low], params_.scale_log2, -maximum[i])) : 0.0f;
       probabilities[high] =
-          sees_high[i] ? ptx::exp2_approximate(fmaf(scores[high], params_.scale_log2, -maximum[i]))
+          sees_high[i] ? exp2_approximate(fmaf(scores[high], params_.scale_log2, -maximum[i]))
                        : 0.0f;
       sum_[i] = sum_[i] * scale + probabilities[low] + probabilities[high];
       // What the first tile is about to overwrite may be anything, so this is done for it too.
@@ -370,7 +338,7 @@ class NarrowCompute {
   __device__ __forceinline__ void accumulate(bool is_first) {
     const std::uint64_t probabilities =
         mma::rows_descriptor(ptx::shared_address(shared_.probabilities));
-    SlotPosition<Traits> position = uniform_position();
+    const std::uint64_t values = mma::columns_descriptor(tile_address(), Traits::kSliceBytes);
 #pragma unroll
     for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
       ptx::pin_registers(accumulators_[slice]);
@@ -378,14 +346,13 @@ class NarrowCompute {
     ptx::wgmma_fence();
 #pragma unroll
     for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
-      const std::uint64_t values = mma::columns_descriptor(
-          ptx::shared_address(shared_.slots[position.slot]), Traits::kSliceBytes);
 #pragma unroll
       for (int step = 0; step < Traits::kTileTokens / 16; ++step) {
-        ValueMma::multiply(accumulators_[slice], mma::advance(values, step * 16 * mma::kRowBytes),
-                           mma::advance(probabilities, step * 32), step > 0 || !is_first);
+        ValueMma::multiply(
+            accumulators_[slice],
+            mma::advance(values, slice * Traits::kSliceBytes + step * 16 * mma::kRowBytes),
+            mma::advance(probabilities, step * 32), step > 0 || !is_first);
       }
-      position.advance();
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<0>();
@@ -395,80 +362,93 @@ class NarrowCompute {
     }
   }
 
-  // Each warp lets go of the tile's slots, a lane a slot.
+  // Each warp lets go of the tile.
   __device__ __forceinline__ void release() {
     __syncwarp();
-    if (lane_ < Traits::kSlices) {
-      const int slot = (position_.slot + lane_) % Traits::kSlots;
-      ptx::mbarrier_arrive(ptx::shared_address(&shared_.empty[slot]));
+    if (lane_ < ptx::kArrivingLanes) {
+      ptx::mbarrier_arrive(ptx::shared_address(&shared_.empty[position_.stage]));
     }
-#pragma unroll
-    for (int slice = 0; slice < Traits::kSlices; ++slice) position_.advance();
+    position_.advance();
   }
 
   __device__ __forceinline__ void finish_row(std::int32_t row, std::int32_t slot) {
+    // Over the warps: each query row's sum, and the largest magnitude of its accumulators.
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
+      float largest = 0.0f;
 #pragma unroll
-      for (int lanes = 4; lanes < 32; lanes *= 2) sum_[i] += __shfl_xor_sync(~0u, sum_[i], lanes);
-      if (lane_ < 4) shared_.reduction[warp_][column(i)] = sum_[i];
+      for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
+        largest = fmaxf(largest, fmaxf(fabsf(accumulators_[slice][i / 2 * 4 + i % 2]),
+                                       fabsf(accumulators_[slice][i / 2 * 4 + i % 2 + 2])));
+      }
+#pragma unroll
+      for (int lanes = 4; lanes < 32; lanes *= 2) {
+        sum_[i] += __shfl_xor_sync(~0u, sum_[i], lanes);
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+      }
+      if (lane_ < 4) {
+        shared_.reduction[warp_][column(i)] = sum_[i];
+        shared_.magnitude[warp_][column(i)] = largest;
+        if (warp_ == 0) shared_.reference[column(i)] = reference_[i];
+      }
     }
     synchronise();
+    if (threadIdx.x < Traits::kQueryRows) finish_query_row(row, slot, threadIdx.x);
+    synchronise();
 #pragma unroll
-    for (int i = 0; i < kHeads; ++i) {
-      float sum = 0.0f;
-#pragma unroll
-      for (int warp = 0; warp < Traits::kComputeWarps; ++warp) {
-        sum += shared_.reduction[warp][column(i)];
-      }
-      scale_accumulators(i, inverse_sum(sum));
-      if (threadIdx.x < 4 && column(i) < params_.shape.query_rows) {
-        const float lse = natural_lse(reference_[i], sum);
-        if (slot < 0) {
-          *lse_at(params_.shape, row, query_row_at(params_.shape, blockIdx.y, column(i))) = lse;
-        } else {
-          params_.shape.partial_lse[partial_index(params_.shape, slot, blockIdx.y, column(i))] =
-              lse;
-        }
-      }
-    }
+    for (int i = 0; i < kHeads; ++i) scale_accumulators(i, shared_.factor[column(i)]);
     if (slot < 0) {
-      write_rows(row);
+      stage_rows<Element>();
+      write_rows([&](int query_row, int chunk, uint4 value) {
+        store_row_chunk(out_row(row, query_row) + chunk * 8, value, params_.shape.out_is_aligned);
+      });
     } else {
-      write_partials(slot);
+      stage_rows<__half>();
+      std::uint16_t* partial =
+          params_.shape.partial_out +
+          partial_index(params_.shape, slot, blockIdx.y, 0) * Traits::kHeadDimV;
+      write_rows([&](int query_row, int chunk, uint4 value) {
+        reinterpret_cast<uint4*>(partial + query_row * Traits::kHeadDimV)[chunk] = value;
+      });
     }
     // Queries and reduction are free for the next row.
     synchronise();
   }
 
-  __device__ __forceinline__ void write_partials(std::int32_t slot) {
+  // What the accumulators of a query row are multiplied by, and its lse or statistics.
+  __device__ __forceinline__ void finish_query_row(std::int32_t row, std::int32_t slot,
+                                                   int query_row) {
+    float sum = 0.0f, largest = 0.0f;
 #pragma unroll
-    for (int i = 0; i < kHeads; ++i) {
-      if (column(i) >= params_.shape.query_rows) continue;
-      float* destination =
-          params_.shape.partial_out +
-          partial_index(params_.shape, slot, blockIdx.y, column(i)) * Traits::kHeadDimV +
-          16 * warp_ + lane_ / 4;
-#pragma unroll
-      for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
-        destination[slice * 64] = accumulators_[slice][i / 2 * 4 + i % 2];
-        destination[slice * 64 + 8] = accumulators_[slice][i / 2 * 4 + i % 2 + 2];
-      }
+    for (int warp = 0; warp < Traits::kComputeWarps; ++warp) {
+      sum += shared_.reduction[warp][query_row];
+      largest = fmaxf(largest, shared_.magnitude[warp][query_row]);
     }
+    float factor = inverse_sum(sum);
+    const float scale = partial_scale(largest * factor);
+    if (slot >= 0) factor *= inverse_partial_scale(scale);
+    shared_.factor[query_row] = factor;
+    if (query_row >= params_.shape.query_rows) return;
+    const float lse = natural_lse(shared_.reference[query_row], sum);
+    if (slot < 0) {
+      *lse_at(params_.shape, row, query_row_at(params_.shape, blockIdx.y, query_row)) = lse;
+      return;
+    }
+    PartialStatistics* statistics =
+        params_.shape.partial_statistics +
+        partial_index(params_.shape, slot, blockIdx.y, query_row) * kPartialHalves;
+    statistics[0] = statistics[1] = {lse, scale};
   }
 
-  // 16-byte chunk of the output as it is staged over the queries.
+  // 16-byte chunk of the result as it is staged over the queries.
   __device__ __forceinline__ std::uint32_t staged(int query_row, int chunk) const {
     return ptx::shared_address(shared_.query) +
            (query_row * (Traits::kHeadDimV / 8) + (chunk ^ (query_row & 7))) * 16;
   }
 
-  __device__ __forceinline__ Element* out_row(std::int32_t row, int query_row) const {
-    return static_cast<Element*>(params_.shape.out) +
-           out_offset(params_.shape, row, query_row_at(params_.shape, blockIdx.y, query_row));
-  }
-
-  __device__ __forceinline__ void write_rows(std::int32_t row) {
+  // The accumulators over the queries, as rows of 2-byte elements.
+  template <class Stored>
+  __device__ __forceinline__ void stage_rows() const {
     const int query_row = lane_ / 16 * 8 + lane_ % 8;
 #pragma unroll
     for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
@@ -477,17 +457,26 @@ class NarrowCompute {
       for (int group = 0; group < Traits::kQueryRows / 16; ++group) {
         const float* a = accumulators_[slice] + 8 * group;
         ptx::store_matrices_transposed(staged(query_row + 16 * group, chunk),
-                                       pack<Element>(a[0], a[1]), pack<Element>(a[2], a[3]),
-                                       pack<Element>(a[4], a[5]), pack<Element>(a[6], a[7]));
+                                       pack<Stored>(a[0], a[1]), pack<Stored>(a[2], a[3]),
+                                       pack<Stored>(a[4], a[5]), pack<Stored>(a[6], a[7]));
       }
     }
     synchronise();
+  }
+
+  __device__ __forceinline__ Element* out_row(std::int32_t row, int query_row) const {
+    return static_cast<Element*>(params_.shape.out) +
+           out_offset(params_.shape, row, query_row_at(params_.shape, blockIdx.y, query_row));
+  }
+
+  // store(query row, chunk of 8 columns, its 16 bytes) for all that is staged.
+  template <class Store>
+  __device__ __forceinline__ void write_rows(const Store& store) const {
     constexpr int kChunks = Traits::kHeadDimV / 8;
+#pragma unroll 2
     for (int i = threadIdx.x; i < params_.shape.query_rows * kChunks;
          i += Traits::kComputeThreads) {
-      store_row_chunk(out_row(row, i / kChunks) + i % kChunks * 8,
-                      ptx::load_shared_16(staged(i / kChunks, i % kChunks)),
-                      params_.shape.out_is_aligned);
+      store(i / kChunks, i % kChunks, ptx::load_shared_16(staged(i / kChunks, i % kChunks)));
     }
   }
 
@@ -507,7 +496,7 @@ class NarrowCompute {
   NarrowShared<Traits>& shared_;
   int warp_;
   int lane_;
-  SlotPosition<Traits> position_;
+  StagePosition<Traits> position_;
   float reference_[kHeads];  // base 2, scaled
   float sum_[kHeads];        // of this thread's tokens, relative to the reference
   std::int32_t first_masked_block_;
@@ -522,12 +511,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
 
   if (threadIdx.x == 0) {
     ptx::prefetch_map(params.k_map);
-    for (int slot = 0; slot < Traits::kSlots; ++slot) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.full[slot]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.empty[slot]), Traits::kComputeWarps);
+    for (int stage = 0; stage < Traits::kStages; ++stage) {
+      ptx::mbarrier_init(ptx::shared_address(&shared.full[stage]), 1);
+      ptx::mbarrier_init(ptx::shared_address(&shared.empty[stage]), Traits::kEmptyArrivals);
     }
     ptx::fence_mbarrier_init();
   }
+  if (threadIdx.x >= Traits::kComputeThreads) prefetch_walk(params, blockIdx.z);
   __syncthreads();
   ptx::wait_for_previous_grid();
   // Only now: what the combine reads before it waits, the plan, was written before this grid.

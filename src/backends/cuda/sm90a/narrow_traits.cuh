@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "backends/cuda/mma/descriptor.cuh"
+#include "backends/cuda/ptx/barrier.cuh"
 
 namespace flashmla::cuda::sm90a {
 
@@ -25,8 +26,11 @@ struct NarrowTraits {
   static constexpr int kComputeWarps = 4;
   static constexpr int kThreads = kComputeThreads + 32;
 
-  // As many as fit: every one is 8 KB in flight.
-  static constexpr int kSlots = kQueryRows == 16 ? 25 : 23;
+  // Two tiles are enough in flight, and leave room for a block of the combine to be resident.
+  static constexpr int kStages = 2;
+  static constexpr int kTileBytes = kSlices * kSliceBytes;
+  // A lane of each compute warp says that it has let go of a stage.
+  static constexpr int kEmptyArrivals = kComputeWarps * ptx::kArrivingLanes;
 
   enum NamedBarrier { kComputeWarpgroup = 1 };  // 0 is __syncthreads
 
@@ -36,17 +40,20 @@ struct NarrowTraits {
 
 template <class Traits>
 struct NarrowShared {  // at a multiple of 1024 bytes
-  std::uint8_t slots[Traits::kSlots][Traits::kSliceBytes];
+  std::uint8_t stages[Traits::kStages][Traits::kTileBytes];
   // Slices of kQueryRows rows; when a row ends, its output (kQueryRows, kHeadDimV).
   std::uint8_t query[Traits::kSlices][Traits::kQuerySliceBytes];
   std::uint8_t probabilities[Traits::kQuerySliceBytes];  // one slice (kQueryRows, 64 tokens)
   float reduction[Traits::kComputeWarps][Traits::kQueryRows];
-  std::uint64_t full[Traits::kSlots];
-  std::uint64_t empty[Traits::kSlots];
+  float magnitude[Traits::kComputeWarps][Traits::kQueryRows];
+  float reference[Traits::kQueryRows];
+  float factor[Traits::kQueryRows];
+  std::uint64_t full[Traits::kStages];
+  std::uint64_t empty[Traits::kStages];
 };
 
-static_assert(sizeof(NarrowShared<NarrowTraits<std::uint16_t, 576, 16>>) <= 232448 &&
-                  sizeof(NarrowShared<NarrowTraits<std::uint16_t, 576, 32>>) <= 232448,
-              "a block of sm_90 can have 227 KB");
+// Of 228 KB a multiprocessor; what is left holds blocks of the combine.
+static_assert(sizeof(NarrowShared<NarrowTraits<std::uint16_t, 576, 16>>) <= 170 * 1024);
+static_assert(sizeof(NarrowShared<NarrowTraits<std::uint16_t, 576, 32>>) <= 190 * 1024);
 
 }  // namespace flashmla::cuda::sm90a

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "backends/cuda/common/numeric.cuh"
+#include "backends/cuda/common/prefetch.cuh"
 #include "backends/cuda/common/walk.cuh"
 #include "backends/cuda/mma/descriptor.cuh"
 #include "backends/cuda/mma/warpgroup_mma.cuh"
@@ -12,6 +13,7 @@
 #include "backends/cuda/ptx/launch.cuh"
 #include "backends/cuda/ptx/matrix.cuh"
 #include "backends/cuda/ptx/memory.cuh"
+#include "backends/cuda/sm90a/load.cuh"
 #include "backends/cuda/sm90a/wide_traits.cuh"
 
 namespace flashmla::cuda::sm90a {
@@ -63,92 +65,43 @@ class Loader {
     }
   }
 
-  // Finds the next entry and asks for its page. All 32 lanes. Done while a product runs, so that
-  // nothing but the copies stands between a stage becoming free and its next load.
+  // Finds the next entry and its pages. All 32 lanes. Done while a product runs, so that nothing
+  // but the copy stands between a stage becoming free and its next load.
   __device__ __forceinline__ void prepare() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) shared_.next = next_entry(shared_.walk, params_.shape);
     __syncwarp();
-    if (shared_.next.kind == Entry::kTile) {
-      page_ = page_of(shared_.next, shared_.next.block * Traits::kTileTokens +
-                                        (first_box() << params_.k_box_rows_log2));
-    }
+    if (shared_.next.kind != Entry::kTile) return;
+    page_ = page_of_box(params_, shared_.next, threadIdx.x % 32 & (boxes_of_slice(params_) - 1));
   }
 
   // Fills a free stage with the prepared entry. All 32 lanes.
   __device__ __forceinline__ void load(int stage) {
+    __syncwarp();
     const std::uint32_t full = ptx::shared_address(&shared_.full[stage]);
-    const std::uint32_t full_rest = ptx::shared_address(&shared_.full_rest[stage]);
-    const Entry entry = shared_.next;
+    const std::uint32_t destination = ptx::shared_address(shared_.stages[stage]);
+    const Entry& entry = shared_.next;
     if (threadIdx.x % 32 == 0) {
       shared_.entries[stage] = entry;
       const bool has_data = entry.kind == Entry::kTile || entry.kind == Entry::kQuery;
-      ptx::mbarrier_arrive_expect(full, has_data ? Traits::kFirstSlices * Traits::kSliceBytes : 0);
-      ptx::mbarrier_arrive_expect(
-          full_rest, has_data ? (Traits::kSlices - Traits::kFirstSlices) * Traits::kSliceBytes : 0);
+      ptx::mbarrier_arrive_expect(full, has_data ? Traits::kSlices * Traits::kSliceBytes : 0);
     }
     __syncwarp();
-    if (entry.kind == Entry::kTile) copy_tile(entry, stage, full, full_rest);
-    if (entry.kind == Entry::kQuery) copy_query(entry.row, stage, full, full_rest);
+    if (entry.kind == Entry::kTile) {
+      copy_tile<Traits::kSlices>(
+          params_, entry.block, Place::kv_head(),
+          [this](int box) { return box < 32 ? page_ : page_of_box(params_, shared_.next, box); },
+          destination, full);
+    } else if (entry.kind == Entry::kQuery) {
+      copy_queries<Traits::kSlices>(params_, entry.row, Place::kv_head(), Place::first_query_row(),
+                                    destination, full);
+    }
   }
 
  private:
-  // A tile is so many boxes a slice; lane l copies those that are l modulo 32, counted through all
-  // slices. The first of them in a slice:
-  __device__ __forceinline__ int boxes_log2() const {
-    return 6 - params_.k_box_rows_log2;
-  }
-  __device__ __forceinline__ int first_box() const {
-    return threadIdx.x % 32 & ((1 << boxes_log2()) - 1);
-  }
-
-  // Page of a token; -1, which the copy engine answers with zeros, past the end of the row, where
-  // the table may hold anything.
-  __device__ __forceinline__ std::int32_t page_of(const Entry& entry, std::int32_t token) const {
-    if (token >= entry.length) return -1;
-    return params_.block_table[entry.row * params_.block_table_batch_stride +
-                               params_.page_size.quotient(token) * params_.block_table_page_stride];
-  }
-
-  __device__ __forceinline__ std::uint32_t box_address(int stage, int slice, int row) const {
-    return ptx::shared_address(shared_.stages[stage]) + slice * Traits::kSliceBytes +
-           row * mma::kRowBytes;
-  }
-
-  __device__ __forceinline__ void copy_tile(const Entry& entry, int stage, std::uint32_t full,
-                                            std::uint32_t full_rest) const {
-#pragma unroll 1
-    for (int i = threadIdx.x % 32; i < Traits::kSlices << boxes_log2(); i += 32) {
-      const int slice = i >> boxes_log2(), box = i - (slice << boxes_log2());
-      const std::int32_t row = box << params_.k_box_rows_log2;
-      const std::int32_t token = entry.block * Traits::kTileTokens + row;
-      // With boxes of one token a lane has two of them, and looked up the page of the first.
-      const std::int32_t page = box < 32 ? page_ : page_of(entry, token);
-      ptx::copy_box(box_address(stage, slice, row), params_.k_map,
-                    slice < Traits::kFirstSlices ? full : full_rest, 0,
-                    params_.page_size.remainder(token), slice, Place::kv_head(), page);
-    }
-  }
-
-  __device__ __forceinline__ void copy_query(std::int32_t batch_row, int stage, std::uint32_t full,
-                                             std::uint32_t full_rest) const {
-    const int boxes_log2 = 6 - params_.q_box_rows_log2;  // of a slice
-#pragma unroll 1
-    for (int i = threadIdx.x % 32; i < Traits::kSlices << boxes_log2; i += 32) {
-      const int slice = i >> boxes_log2;
-      const int row = (i - (slice << boxes_log2)) << params_.q_box_rows_log2;
-      // Rows past the last query lie at a token past the end and arrive as zeros.
-      const QueryRow query =
-          query_row_at(params_.shape, Place::kv_head(), Place::first_query_row() + row);
-      ptx::copy_box(box_address(stage, slice, row), params_.q_map,
-                    slice < Traits::kFirstSlices ? full : full_rest, 0, query.head, slice,
-                    query.token, batch_row);
-    }
-  }
-
   const DecodeParams& params_;
   WideShared<Traits>& shared_;
-  std::int32_t page_ = -1;
+  std::int32_t page_ = -1;  // of this lane's first box
 };
 
 // --- Scores and softmax: warpgroup 0 -------------------------------------------------------------
@@ -162,7 +115,7 @@ class ScoreRole {
 
  public:
   __device__ __forceinline__ ScoreRole(const DecodeParams& params, WideShared<Traits>& shared)
-      : params_(params), shared_(shared), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
+      : params_(params), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
     RingPosition<Traits> position;
@@ -170,7 +123,6 @@ class ScoreRole {
     std::int32_t slot = -1;
     for (;;) {
       ptx::mbarrier_wait(address(shared_.full[position.stage]), position.parity);
-      ptx::mbarrier_wait(address(shared_.full_rest[position.stage]), position.parity);
       const Entry entry = shared_.entries[position.stage];
       if (row >= 0) finish_row(row, slot, position.stage);
       if (threadIdx.x == 0) shared_.ended[position.stage] = {row, slot};
@@ -187,7 +139,7 @@ class ScoreRole {
       arrive(shared_.gate[position.stage]);
       if (entry.kind == Entry::kEnd) return;
       position.advance();
-      if (entry.kind == Entry::kQuery) run_tiles(position);
+      if (entry.kind == Entry::kQuery) run_tiles(position, entry.block, entry.end_block);
     }
   }
 
@@ -196,12 +148,20 @@ class ScoreRole {
     return ptx::shared_address(&barrier);
   }
 
+  // Where this thread stands, asked again at each use: registers are short.
+  static __device__ __forceinline__ int lane() {
+    return static_cast<int>(ptx::opaque(threadIdx.x) % 32);
+  }
+  static __device__ __forceinline__ int warp() {
+    return static_cast<int>(ptx::opaque(threadIdx.x) / 32);
+  }
+
   __device__ __forceinline__ void arrive(const std::uint64_t& barrier) const {
-    if (lane_ < ptx::kArrivingLanes) ptx::mbarrier_arrive(address(barrier));
+    if (threadIdx.x % 32 < ptx::kArrivingLanes) ptx::mbarrier_arrive(address(barrier));
   }
 
   // Query row of the tile: this thread computes on it and on the one 8 below.
-  __device__ __forceinline__ int tile_row() const { return 16 * warp_ + lane_ / 4; }
+  __device__ __forceinline__ int tile_row() const { return 16 * warp() + lane() / 4; }
 
   // How many tokens a query row of the block sees. Asked again where it is needed: registers are
   // short, and only the first and the last tiles of a row ask.
@@ -215,16 +175,16 @@ class ScoreRole {
   // Takes the queries out of the stage: kRegisterSteps into registers, the rest into the tail.
   __device__ __forceinline__ void start_row(const Entry& entry, int stage) {
     first_masked_block_ = visible_of(entry, 0) / Traits::kTileTokens;
-    reference_[0] = reference_[1] = kNoReference;
+    reference_[0] = reference_[1] = 0.0f;
     sum_[0] = sum_[1] = 0.0f;
 
     const std::uint32_t base = ptx::shared_address(shared_.stages[stage]);
-    const int fragment_row = 16 * warp_ + lane_ % 16;
+    const int fragment_row = 16 * warp() + lane() % 16;
 #pragma unroll
     for (int step = 0; step < Traits::kRegisterSteps; ++step) {
       ptx::load_matrices(query_[step],
                          base + step / 4 * Traits::kSliceBytes +
-                             mma::chunk_offset(fragment_row, step % 4 * 2 + lane_ / 16));
+                             mma::chunk_offset(fragment_row, step % 4 * 2 + lane() / 16));
     }
     // Row r, half h of a step goes to core matrix (r / 8, h): 8 rows of 16 bytes.
     const std::uint32_t tail = ptx::shared_address(shared_.query_tail);
@@ -243,46 +203,27 @@ class ScoreRole {
     ptx::named_barrier_sync(Traits::kScoreWarpgroup, Traits::kWarpgroupThreads);
   }
 
-  __device__ __forceinline__ void run_tiles(RingPosition<Traits>& position) {
-    bool opens_gate = false;  // the value product of the tile before waits for this one's scores
-    std::int32_t detail;
-    do {
-      ptx::mbarrier_wait(address(shared_.full[position.stage]), position.parity);
-      const Entry entry = shared_.entries[position.stage];
-      detail = entry.detail;
-      const bool is_masked = entry.block >= first_masked_block_;
-      if (is_masked) {
-        ptx::mbarrier_wait(address(shared_.full_rest[position.stage]), position.parity);
-        clear_unseen(entry, position.stage);
-      }
-      bool exact = is_masked || (detail & Entry::kFirst) != 0;
-
+  // Tiles of the row from `block` to `end_block`. What they are follows from there, so that nothing
+  // has to be read between a tile's arrival and its scores.
+  __device__ __forceinline__ void run_tiles(RingPosition<Traits>& position, std::int32_t block,
+                                            std::int32_t end_block) {
+    const std::int32_t first_block = block;
+    for (; block < end_block; ++block) {
+      const int stage = position.stage;
+      ptx::mbarrier_wait(address(shared_.full[stage]), position.parity);
+      const bool is_masked = block >= first_masked_block_;
+      if (is_masked) clear_unseen(shared_.entries[stage], stage);
       float scores[kScores];
-      std::uint32_t packed[kScores / 2];
-      bool rescale = false;
-      for (;;) {
-        compute_scores(scores, position, opens_gate);
-        opens_gate = false;
-        if (exact) {
-          rescale = exact_softmax(scores, packed, entry, position.stage);
-          break;
-        }
-        // The scores of a tile that outgrows its reference are computed once more.
-        exact = fast_softmax(scores, packed);
-        if (!exact) break;
-      }
-      // All warps have read the entry: they have met since.
-      if (rescale && threadIdx.x == 0) {
-        shared_.entries[position.stage].detail = detail | Entry::kRescale;
-      }
-      store_probabilities(packed, position.stage);
-      ptx::fence_async_proxy();
+      // The value product of the tile before waits for this one's scores.
+      compute_scores(scores, stage, block != first_block);
+      // P takes the place of the last slice, which the other warps may still be reading.
+      arrive(shared_.scored);
+      softmax(scores, stage, is_masked, block == first_block);
       __syncwarp();
-      arrive(shared_.ready[position.stage]);
-      opens_gate = (detail & Entry::kLast) == 0;
-      if (!opens_gate) arrive(shared_.gate[position.stage]);
+      arrive(shared_.ready[stage]);
+      if (block + 1 == end_block) arrive(shared_.gate[stage]);
       position.advance();
-    } while ((detail & Entry::kLast) == 0);
+    }
   }
 
   // Rows from `seen` on hold tokens that no query of this block sees: whatever bits they hold must
@@ -305,22 +246,15 @@ class ScoreRole {
   }
 
   // scores (64 query rows, 64 tokens), not scaled. Opens the gate of the tile before on the way.
-  __device__ __forceinline__ void compute_scores(float (&scores)[kScores],
-                                                 const RingPosition<Traits>& position,
+  __device__ __forceinline__ void compute_scores(float (&scores)[kScores], int stage,
                                                  bool opens_gate) {
-    const std::uint64_t keys =
-        mma::rows_descriptor(ptx::uniform(ptx::shared_address(shared_.stages[position.stage])));
-    const std::uint64_t tail = mma::make_descriptor(
-        ptx::uniform(ptx::shared_address(shared_.query_tail)), 128, 256, mma::Swizzle::kNone);
+    const std::uint64_t keys = mma::rows_descriptor(ptx::shared_address(shared_.stages[stage]));
+    const std::uint64_t tail = mma::make_descriptor(ptx::shared_address(shared_.query_tail), 128,
+                                                    256, mma::Swizzle::kNone);
     ptx::discard_registers(scores);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Traits::kSteps; ++step) {
-      if (step == Traits::kFirstSlices * 4) {
-        ptx::mbarrier_wait(address(shared_.full_rest[position.stage]), position.parity);
-        // Without it the compiler puts its own here, and serialises.
-        ptx::wgmma_fence();
-      }
       const std::uint64_t key = mma::advance(keys, step / 4 * Traits::kSliceBytes + step % 4 * 32);
       if (step < Traits::kRegisterSteps) {
         Mma::multiply(scores, query_[step < Traits::kRegisterSteps ? step : 0], key, step > 0);
@@ -333,81 +267,77 @@ class ScoreRole {
     }
     ptx::wgmma_commit();
     ptx::wgmma_wait<1>();
-    if (opens_gate)
-      arrive(shared_.gate[position.stage == 0 ? Traits::kStages - 1 : position.stage - 1]);
+    if (opens_gate) arrive(shared_.gate[stage == 0 ? Traits::kStages - 1 : stage - 1]);
     ptx::wgmma_wait<0>();
     ptx::pin_registers(scores);
   }
 
-  // P relative to the reference as it stands; true, in all threads, if that has been outgrown and
-  // nothing was added to the sums.
-  __device__ __forceinline__ bool fast_softmax(const float (&scores)[kScores],
-                                               std::uint32_t (&packed)[kScores / 2]) {
-    float tile_sum[2] = {0.0f, 0.0f};
+  // Adds the tile to the sums and leaves P where its last slice was. Each warp decides for its own
+  // query rows whether their references still serve.
+  __device__ __forceinline__ void softmax(float (&scores)[kScores], int stage, bool is_masked,
+                                          bool is_first) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) {
+      scores[i] = fmaf(scores[i], params_.scale_log2, -reference_[i / 2 % 2]);
+    }
+    if (is_masked) mask_unseen(scores, stage);
+    float largest[2] = {-kInfinity, -kInfinity};
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], scores[i]);
+    const bool raises =
+        __any_sync(~0u, is_first || largest[0] > kOutgrown || largest[1] > kOutgrown);
+    if (raises) raise_references(scores, largest, stage, is_first);
+    std::uint32_t packed[kScores / 2];
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) {
-      const int half = i % 2;
-      const float low =
-          ptx::exp2_approximate(fmaf(scores[2 * i], params_.scale_log2, -reference_[half]));
-      const float high =
-          ptx::exp2_approximate(fmaf(scores[2 * i + 1], params_.scale_log2, -reference_[half]));
-      tile_sum[half] += low + high;
+      const float low = exp2_approximate(scores[2 * i]), high = exp2_approximate(scores[2 * i + 1]);
+      sum_[i % 2] += low + high;
       packed[i] = pack<Element>(low, high);
     }
-    // Written so that NaN counts as outgrown.
-    const bool outgrown = !(tile_sum[0] <= kOutgrown && tile_sum[1] <= kOutgrown);
-    if (ptx::named_barrier_or(Traits::kScoreWarpgroup, Traits::kWarpgroupThreads, outgrown)) {
-      return true;
-    }
-    sum_[0] += tile_sum[0];
-    sum_[1] += tile_sum[1];
-    return false;
+    if (threadIdx.x % 32 == 0) shared_.rescale[stage][warp()] = raises && !is_first;
+    ptx::mbarrier_wait(address(shared_.scored), scored_parity_);
+    scored_parity_ ^= 1;
+    store_probabilities(packed, stage);
+    ptx::fence_async_proxy();
   }
 
-  // Masks, and raises the reference to the true maximum where it was lower. Returns, in all
-  // threads, whether the accumulators have to be rescaled.
-  __device__ __forceinline__ bool exact_softmax(const float (&scores)[kScores],
-                                                std::uint32_t (&packed)[kScores / 2],
-                                                const Entry& entry, int stage) {
-    bool raised = false;
+  // Exponents of tokens that their query rows do not see become -infinity.
+  __device__ __forceinline__ void mask_unseen(float (&exponents)[kScores], int stage) const {
+    const Entry& entry = shared_.entries[stage];
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      // Opaque: what follows from it is computed again where it is needed; registers are short.
-      const int lane = static_cast<int>(ptx::opaque(threadIdx.x % 32));
+    for (int row = 0; row < 2; ++row) {
       // Columns below this one are seen; this thread's are 8 * i + {0, 1} past its first.
-      const std::int32_t seen = visible_of(entry, tile_row() + 8 * half) -
-                                entry.block * Traits::kTileTokens - lane % 4 * 2;
-      float maximum = reference_[half];
+      const std::int32_t seen = visible_of(entry, tile_row() + 8 * row) -
+                                entry.block * Traits::kTileTokens - lane() % 4 * 2;
 #pragma unroll
       for (int i = 0; i < kScores / 4; ++i) {
-        const float low = scores[4 * i + 2 * half] * params_.scale_log2;
-        const float high = scores[4 * i + 2 * half + 1] * params_.scale_log2;
-        if (8 * i < seen) maximum = fmaxf(maximum, low);
-        if (8 * i + 1 < seen) maximum = fmaxf(maximum, high);
+        if (8 * i >= seen) exponents[4 * i + 2 * row] = -kInfinity;
+        if (8 * i + 1 >= seen) exponents[4 * i + 2 * row + 1] = -kInfinity;
       }
-      maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 1));
-      maximum = fmaxf(maximum, __shfl_xor_sync(~0u, maximum, 2));
-      const float scale = ptx::exp2_approximate(reference_[half] - maximum);
-      raised |= maximum > reference_[half];
-      reference_[half] = maximum;
-      float sum = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kScores / 4; ++i) {
-        float low =
-            ptx::exp2_approximate(fmaf(scores[4 * i + 2 * half], params_.scale_log2, -maximum));
-        float high =
-            ptx::exp2_approximate(fmaf(scores[4 * i + 2 * half + 1], params_.scale_log2, -maximum));
-        if (8 * i >= seen) low = 0.0f;
-        if (8 * i + 1 >= seen) high = 0.0f;
-        sum += low + high;
-        packed[2 * i + half] = pack<Element>(low, high);
-      }
-      sum_[half] = sum_[half] * scale + sum;
-      if (static_cast<int>(ptx::opaque(threadIdx.x)) % 4 == 0)
-        shared_.scales[stage][tile_row() + 8 * half] = scale;
     }
-    return ptx::named_barrier_or(Traits::kScoreWarpgroup, Traits::kWarpgroupThreads,
-                                 raised && (entry.detail & Entry::kFirst) == 0);
+  }
+
+  // Raises the references of the warp's query rows by their largest exponents, in the first tile of
+  // a row from zero to the true maximum, and leaves what the accumulators have to be multiplied by.
+  __device__ __forceinline__ void raise_references(float (&exponents)[kScores],
+                                                   const float (&largest)[2], int stage,
+                                                   bool is_first) {
+#pragma unroll
+    for (int row = 0; row < 2; ++row) {
+      float rise = fmaxf(largest[row], __shfl_xor_sync(~0u, largest[row], 1));
+      rise = fmaxf(rise, __shfl_xor_sync(~0u, rise, 2));
+      // A query row that sees nothing of the first tile keeps its zero.
+      if (!is_first || rise == -kInfinity) rise = fmaxf(rise, 0.0f);
+      reference_[row] += rise;
+      const float scale = is_first ? 1.0f : exp2_approximate(-rise);
+      sum_[row] *= scale;
+      if (lane() % 4 == 0) shared_.scales[stage][tile_row() + 8 * row] = scale;
+#pragma unroll
+      for (int i = 0; i < kScores / 4; ++i) {
+        exponents[4 * i + 2 * row] -= rise;
+        exponents[4 * i + 2 * row + 1] -= rise;
+      }
+    }
   }
 
   // P (64 query rows, 64 tokens) over the tile's last slice, which all warps have read.
@@ -415,11 +345,12 @@ class ScoreRole {
                                                       int stage) {
     const std::uint32_t base = ptx::shared_address(shared_.stages[stage]) +
                                Traits::kProbabilitySlice * Traits::kSliceBytes;
-    const int row = 16 * warp_ + lane_ % 16;
+    const std::uint32_t first = mma::chunk_offset(16 * warp() + lane() % 16, lane() / 16);
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      ptx::store_matrices(base + mma::chunk_offset(row, 2 * i + lane_ / 16), packed[4 * i],
-                          packed[4 * i + 1], packed[4 * i + 2], packed[4 * i + 3]);
+      // Chunk 2 * i + lane / 16: in the swizzle, two chunks further is an exclusive or.
+      ptx::store_matrices(base + (first ^ (2 * i << 4)), packed[4 * i], packed[4 * i + 1],
+                          packed[4 * i + 2], packed[4 * i + 3]);
     }
   }
 
@@ -430,7 +361,7 @@ class ScoreRole {
       float sum = sum_[half];
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
-      if (lane_ % 4 != 0) continue;
+      if (lane() % 4 != 0) continue;
       shared_.scales[stage][tile_row() + 8 * half] = inverse_sum(sum);
       const std::int32_t query_row = Place::first_query_row() + tile_row() + 8 * half;
       if (query_row >= params_.shape.query_rows) continue;
@@ -438,8 +369,10 @@ class ScoreRole {
       if (slot < 0) {
         *lse_at(params_.shape, row, query_row_at(params_.shape, Place::kv_head(), query_row)) = lse;
       } else {
-        params_.shape.partial_lse[partial_index(params_.shape, slot, Place::kv_head(), query_row)] =
-            lse;
+        PartialStatistics* statistics =
+            params_.shape.partial_statistics +
+            partial_index(params_.shape, slot, Place::kv_head(), query_row) * kPartialHalves;
+        statistics[0].lse = statistics[1].lse = lse;
       }
     }
   }
@@ -454,9 +387,8 @@ class ScoreRole {
 
   const DecodeParams& params_;
   WideShared<Traits>& shared_;
-  int warp_;
-  int lane_;
   std::uint32_t query_[Traits::kRegisterSteps][4];
+  int scored_parity_ = 0;
   float reference_[2];               // base 2, scaled
   float sum_[2];                     // of this thread's columns, relative to the reference
   std::int32_t first_masked_block_;  // from here on some query row does not see the whole tile
@@ -472,14 +404,8 @@ class ValueRole {
   static constexpr int kAccumulators = 128;  // of a thread: 2 query rows x 64 columns
 
  public:
-  __device__ __forceinline__ ValueRole(const DecodeParams& params, WideShared<Traits>& shared,
-                                       int warpgroup)
-      : params_(params),
-        shared_(shared),
-        warpgroup_(warpgroup),
-        warp_(threadIdx.x / 32 % Traits::kWarpgroupWarps),
-        lane_(threadIdx.x % 32),
-        loader_(params, shared) {}
+  __device__ __forceinline__ ValueRole(const DecodeParams& params, WideShared<Traits>& shared)
+      : params_(params), shared_(shared), loader_(params, shared) {}
 
   __device__ __forceinline__ void run() {
     if (is_loader()) loader_.start();
@@ -489,11 +415,10 @@ class ValueRole {
       ptx::mbarrier_wait(address(shared_.gate[position.stage]), position.parity);
       const EndedRow ended = shared_.ended[position.stage];
       if (ended.row >= 0) {
-        scale_accumulators(position.stage);
         if (ended.slot < 0) {
           write_rows(ended.row, position.stage);
         } else {
-          write_partials(ended.slot);
+          write_partials(ended.slot, position.stage);
         }
       }
       const Entry::Kind kind = shared_.entries[position.stage].kind;
@@ -510,14 +435,23 @@ class ValueRole {
     return ptx::shared_address(&barrier);
   }
 
-  __device__ __forceinline__ bool is_loader() const {
-    return warpgroup_ == Traits::kValueWarpgroups - 1 && warp_ == 0;
+  // Where this thread stands, asked again at each use: registers are short.
+  static __device__ __forceinline__ unsigned thread() { return ptx::opaque(threadIdx.x); }
+  static __device__ __forceinline__ int lane() { return static_cast<int>(thread() % 32); }
+  static __device__ __forceinline__ int warp() {
+    return static_cast<int>(thread() / 32 % Traits::kWarpgroupWarps);
+  }
+  static __device__ __forceinline__ int warpgroup() {
+    return static_cast<int>(thread() / Traits::kWarpgroupThreads) - 1;
+  }
+  static __device__ __forceinline__ bool is_loader() {
+    return thread() / 32 == Traits::kValueWarpgroups * Traits::kWarpgroupWarps;
   }
 
   // Lets go of the stage and, when all have, has its next entry loaded.
   __device__ __forceinline__ void refill(RingPosition<Traits>& position) {
     __syncwarp();
-    if (lane_ < ptx::kArrivingLanes) {
+    if (lane() < ptx::kArrivingLanes) {
       ptx::mbarrier_arrive(address(shared_.free[position.stage]));
     }
     if (is_loader()) {
@@ -528,12 +462,13 @@ class ValueRole {
   }
 
   __device__ __forceinline__ void run_tiles(RingPosition<Traits>& position) {
+    ptx::discard_registers(accumulators_);
     std::int32_t detail;
     do {
       ptx::mbarrier_wait(address(shared_.ready[position.stage]), position.parity);
       detail = shared_.entries[position.stage].detail;
       // While the gate is still closed.
-      if ((detail & Entry::kRescale) != 0) scale_accumulators(position.stage);
+      if (shared_.rescale[position.stage][warp()]) scale_accumulators(position.stage);
       ptx::mbarrier_wait(address(shared_.gate[position.stage]), position.parity);
       accumulate(position.stage, (detail & Entry::kFirst) != 0);
       refill(position);
@@ -546,7 +481,7 @@ class ValueRole {
     const std::uint64_t probabilities =
         mma::rows_descriptor(base + Traits::kProbabilitySlice * Traits::kSliceBytes);
     const std::uint64_t values = mma::columns_descriptor(
-        base + ptx::uniform(warpgroup_) * Traits::kOwnSlices * Traits::kSliceBytes,
+        base + ptx::uniform(warpgroup()) * Traits::kOwnSlices * Traits::kSliceBytes,
         Traits::kSliceBytes);
     ptx::pin_registers(accumulators_);
     ptx::wgmma_fence();
@@ -562,85 +497,131 @@ class ValueRole {
   }
 
   __device__ __forceinline__ void scale_accumulators(int stage) {
-    const float scale[2] = {shared_.scales[stage][tile_row()],
-                            shared_.scales[stage][tile_row() + 8]};
+    scale_accumulators(shared_.scales[stage][tile_row()], shared_.scales[stage][tile_row() + 8]);
+  }
+
+  __device__ __forceinline__ void scale_accumulators(float upper, float lower) {
+    const float scale[2] = {upper, lower};
 #pragma unroll
     for (int i = 0; i < kAccumulators; ++i) accumulators_[i] *= scale[i / 2 % 2];
   }
 
   // Opaque: addresses in the code that ends a row are to be computed there, not kept all along.
   __device__ __forceinline__ int tile_row() const {
-    return static_cast<int>(ptx::opaque(16 * warp_ + lane_ / 4));
+    return 16 * warp() + lane() / 4;
   }
 
   __device__ __forceinline__ Element* out_row(std::int32_t row, const QueryRow& query) const {
     return static_cast<Element*>(params_.shape.out) + out_offset(params_.shape, row, query) +
-           warpgroup_ * Traits::kOwnColumns;
+           warpgroup() * Traits::kOwnColumns;
   }
 
-  // Through this warpgroup's slices of a stage that nothing else uses, so that each store
-  // instruction of a warp writes 512 contiguous bytes. A warp reads only what it wrote.
-  __device__ __forceinline__ void write_rows(std::int32_t row, int stage) {
-    const std::uint32_t base = ptx::opaque(ptx::shared_address(shared_.stages[stage]) +
-                                           warpgroup_ * Traits::kOwnSlices * Traits::kSliceBytes);
-    const int fragment_row = 16 * warp_ + static_cast<int>(ptx::opaque(lane_ % 16));
+  // This warpgroup's slices of a stage that nothing else uses.
+  __device__ __forceinline__ std::uint32_t own_slices(int stage) const {
+    return ptx::opaque(ptx::shared_address(shared_.stages[stage]) +
+                       warpgroup() * Traits::kOwnSlices * Traits::kSliceBytes);
+  }
+
+  // Puts the accumulators into this warpgroup's slices as rows of 2-byte elements, so that each
+  // store instruction of a warp then writes 512 contiguous bytes. A warp reads only what it wrote.
+  template <class Stored>
+  __device__ __forceinline__ void stage_rows(std::uint32_t base) const {
+    const int fragment_row = 16 * warp() + lane() % 16;
 #pragma unroll
     for (int i = 0; i < kAccumulators / 8; ++i) {
       const float* a = accumulators_ + 8 * i;
       ptx::store_matrices(base + i / 4 * Traits::kSliceBytes +
-                              mma::chunk_offset(fragment_row, i % 4 * 2 + lane_ / 16),
-                          pack<Element>(a[0], a[1]), pack<Element>(a[2], a[3]),
-                          pack<Element>(a[4], a[5]), pack<Element>(a[6], a[7]));
+                              mma::chunk_offset(fragment_row, i % 4 * 2 + lane() / 16),
+                          pack<Stored>(a[0], a[1]), pack<Stored>(a[2], a[3]),
+                          pack<Stored>(a[4], a[5]), pack<Stored>(a[6], a[7]));
     }
     __syncwarp();
+  }
+
+  // This lane's 16 bytes of a staged row.
+  __device__ __forceinline__ uint4 staged_chunk(std::uint32_t base, int tile_row) const {
+    return ptx::load_shared_16(base + lane() / 8 * Traits::kSliceBytes +
+                               mma::chunk_offset(tile_row, lane() % 8));
+  }
+
+  __device__ __forceinline__ void write_rows(std::int32_t row, int stage) {
+    const std::uint32_t base = own_slices(stage);
+    scale_accumulators(stage);
+    stage_rows<Element>(base);
 #pragma unroll 1
     for (int i = 0; i < 16; ++i) {
-      const int tile_row = 16 * warp_ + i;
+      const int tile_row = 16 * warp() + i;
       const std::int32_t query_row = Place::first_query_row() + tile_row;
       if (query_row >= params_.shape.query_rows) break;
-      const uint4 value = ptx::load_shared_16(base + lane_ / 8 * Traits::kSliceBytes +
-                                              mma::chunk_offset(tile_row, lane_ % 8));
       store_row_chunk(
-          out_row(row, query_row_at(params_.shape, Place::kv_head(), query_row)) + lane_ * 8, value,
-          params_.shape.out_is_aligned);
+          out_row(row, query_row_at(params_.shape, Place::kv_head(), query_row)) + lane() * 8,
+          staged_chunk(base, tile_row), params_.shape.out_is_aligned);
     }
     // The copy engine writes here next.
     ptx::fence_async_proxy();
   }
 
-  __device__ __forceinline__ void write_partials(std::int32_t slot) {
+  __device__ __forceinline__ void write_partials(std::int32_t slot, int stage) {
+    const std::uint32_t base = own_slices(stage);
+    float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const std::int32_t query_row = Place::first_query_row() + tile_row() + 8 * half;
-      if (query_row >= params_.shape.query_rows) continue;
-      float* destination =
-          params_.shape.partial_out +
-          partial_index(params_.shape, slot, Place::kv_head(), query_row) * Traits::kHeadDimV +
-          warpgroup_ * Traits::kOwnColumns + lane_ % 4 * 2;
+      float largest = 0.0f;
 #pragma unroll
       for (int i = 0; i < kAccumulators / 4; ++i) {
-        *reinterpret_cast<float2*>(destination + 8 * i) =
-            float2{accumulators_[4 * i + 2 * half], accumulators_[4 * i + 2 * half + 1]};
+        largest = fmaxf(largest, fmaxf(fabsf(accumulators_[4 * i + 2 * half]),
+                                       fabsf(accumulators_[4 * i + 2 * half + 1])));
+      }
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 1));
+      largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, 2));
+      const float inverse = shared_.scales[stage][tile_row() + 8 * half];
+      const float scale = partial_scale(largest * inverse);
+      factor[half] = inverse * inverse_partial_scale(scale);
+      const std::int32_t query_row = Place::first_query_row() + tile_row() + 8 * half;
+      if (lane() % 4 == 0 && query_row < params_.shape.query_rows) {
+        params_.shape
+            .partial_statistics[partial_index(params_.shape, slot, Place::kv_head(), query_row) *
+                                    kPartialHalves +
+                                warpgroup()]
+            .scale = scale;
       }
     }
+    scale_accumulators(factor[0], factor[1]);
+    stage_rows<__half>(base);
+    std::uint16_t* destination = params_.shape.partial_out +
+                                 partial_index(params_.shape, slot, Place::kv_head(),
+                                               Place::first_query_row() + 16 * warp()) *
+                                     Traits::kHeadDimV +
+                                 warpgroup() * Traits::kOwnColumns + lane() * 8;
+    constexpr int kInFlight = 4;
+#pragma unroll 1
+    for (int begin = 0; begin < 16; begin += kInFlight) {
+      uint4 values[kInFlight];
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) values[i] = staged_chunk(base, 16 * warp() + begin + i);
+#pragma unroll
+      for (int i = 0; i < kInFlight; ++i) {
+        if (Place::first_query_row() + 16 * warp() + begin + i >= params_.shape.query_rows)
+          continue;
+        *reinterpret_cast<uint4*>(destination + (begin + i) * Traits::kHeadDimV) = values[i];
+      }
+    }
+    ptx::fence_async_proxy();
   }
 
   __device__ __forceinline__ void write_zeros(std::int32_t row) {
 #pragma unroll 1
     for (int i = 0; i < 16; ++i) {
-      const std::int32_t query_row = Place::first_query_row() + 16 * warp_ + i;
+      const std::int32_t query_row = Place::first_query_row() + 16 * warp() + i;
       if (query_row >= params_.shape.query_rows) break;
       store_row_chunk(
-          out_row(row, query_row_at(params_.shape, Place::kv_head(), query_row)) + lane_ * 8,
+          out_row(row, query_row_at(params_.shape, Place::kv_head(), query_row)) + lane() * 8,
           uint4{0, 0, 0, 0}, params_.shape.out_is_aligned);
     }
   }
 
   const DecodeParams& params_;
   WideShared<Traits>& shared_;
-  int warpgroup_;
-  int warp_;
-  int lane_;
   Loader<Traits> loader_;
   float accumulators_[kAccumulators];
 };
@@ -656,12 +637,15 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::prefetch_map(params.k_map);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       ptx::mbarrier_init(ptx::shared_address(&shared.full[stage]), 1);
-      ptx::mbarrier_init(ptx::shared_address(&shared.full_rest[stage]), 1);
       ptx::mbarrier_init(ptx::shared_address(&shared.ready[stage]), Traits::kScoreArrivals);
       ptx::mbarrier_init(ptx::shared_address(&shared.gate[stage]), Traits::kScoreArrivals);
       ptx::mbarrier_init(ptx::shared_address(&shared.free[stage]), Traits::kValueArrivals);
     }
+    ptx::mbarrier_init(ptx::shared_address(&shared.scored), Traits::kScoreArrivals);
     ptx::fence_mbarrier_init();
+  }
+  if (threadIdx.x / 32 == Traits::kThreads / 32 - 1) {
+    prefetch_walk(params, WidePlace<Traits>::part());
   }
   __syncthreads();
   ptx::wait_for_previous_grid();
@@ -674,7 +658,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ScoreRole<Traits>(params, shared).run();
   } else {
     ptx::give_registers<Traits::kValueRegisters>();
-    ValueRole<Traits>(params, shared, warpgroup - 1).run();
+    ValueRole<Traits>(params, shared).run();
   }
 }
 

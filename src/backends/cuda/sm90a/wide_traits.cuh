@@ -38,7 +38,6 @@ struct WideTraits {
 
   static constexpr int kSliceBytes = kTileTokens * mma::kRowBytes;
   static constexpr int kStages = 3;
-  static constexpr int kFirstSlices = 4;  // have a barrier of their own: scores begin with them
   static constexpr int kProbabilitySlice = 8;  // of a stage: RoPE columns first, then P
   static constexpr int kStageBytes = (kProbabilitySlice + 1) * kSliceBytes;
   static constexpr int kTailStepBytes = kTileRows * 32;
@@ -65,16 +64,16 @@ struct WideShared {  // at a multiple of 1024 bytes
   std::uint8_t stages[Traits::kStages][Traits::kStageBytes];
   // Query steps that did not fit into registers, as 8 x 8 core matrices, not swizzled.
   std::uint8_t query_tail[5 * Traits::kTailStepBytes];
-  // By query row. Tile: what the accumulators are multiplied by first, if kRescale says so.
+  // By query row. Tile: what the accumulators are multiplied by first, if `rescale` says so.
   // Otherwise: the inverse sum of the row that has just ended.
   float scales[Traits::kStages][Traits::kTileRows];
+  bool rescale[Traits::kStages][Traits::kWarpgroupWarps];  // by 16 query rows
   Entry entries[Traits::kStages];
   EndedRow ended[Traits::kStages];  // not for tiles
   EntryWalk walk;
-  Entry next;  // what will be loaded when a stage is free
-  // The stage holds its entry: slices before kFirstSlices, and the others.
-  std::uint64_t full[Traits::kStages];
-  std::uint64_t full_rest[Traits::kStages];
+  Entry next;                            // what will be loaded when a stage is free
+  std::uint64_t full[Traits::kStages];   // the stage holds its entry
+  std::uint64_t scored;                  // all score warps have read the tile
   std::uint64_t ready[Traits::kStages];  // P is written, or the query consumed
   std::uint64_t gate[Traits::kStages];   // the value product may start
   std::uint64_t free[Traits::kStages];   // nothing reads the stage any more
