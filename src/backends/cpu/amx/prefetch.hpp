@@ -102,8 +102,9 @@ class BlockPrefetch {
 
   [[gnu::always_inline]] void run() {
     for (due_ += rate_; due_ >= kOne; due_ -= kOne) {
-      for_each_constant<kStreams>(
-          [&](auto i) __attribute__((always_inline)) { streams_[i].template prefetch<kLines>(); });
+      for_each_constant<kStreams>([&](auto i) __attribute__((always_inline)) {
+        streams_[i].template prefetch<kLines>();
+      });
     }
   }
 

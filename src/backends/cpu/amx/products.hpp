@@ -66,7 +66,8 @@ template <int kCount, class Body>
 [[gnu::always_inline]] inline void for_each_constant(const Body& body) {
   [&]<int... kIndex>(std::integer_sequence<int, kIndex...>) __attribute__((always_inline)) {
     (body(std::integral_constant<int, kIndex>()), ...);
-  }(std::make_integer_sequence<int, kCount>());
+  }
+  (std::make_integer_sequence<int, kCount>());
 }
 
 // kTiles tiles, each a fixed distance further at each step. By value, so that addresses stay in

@@ -139,8 +139,9 @@ class Softmax {
   [[gnu::noinline]] void run_unit() {
     Unit unit;
     begin_unit(unit);
-    for_each_constant<kSlices>(
-        [&](auto slice) __attribute__((always_inline)) { run_slice<slice, kMasked>(unit); });
+    for_each_constant<kSlices>([&](auto slice) __attribute__((always_inline)) {
+      run_slice<slice, kMasked>(unit);
+    });
   }
 
   // Rows that see a token of the unit.
