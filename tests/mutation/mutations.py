@@ -129,11 +129,29 @@ MUTATIONS = [
     ),
     Mutation(
         "schedule/planner.cpp",
-        "end.blocks_before = row > 0 ? blocks_of_length(length(row - 1)) : 0;",
+        "end.blocks_before = row > 0 ? blocks_of(row - 1) : 0;",
         "end.blocks_before = row > 0 ? blocks : 0;",
         PLANNER,
     ),
     Mutation("schedule/planner.cpp", "if (block >= blocks) {", "if (block > blocks) {", PLANNER),
+    Mutation(
+        "schedule/planner.hpp",
+        "const std::int32_t worthwhile = blocks / model.least_blocks;",
+        "const std::int32_t worthwhile = blocks;",
+        PLANNER,
+    ),
+    Mutation(
+        "schedule/planner.hpp",
+        "most <= payload + even_slack(payload);",
+        "most <= 2 * payload + even_slack(payload);",
+        PLANNER,
+    ),
+    Mutation(
+        "schedule/planner.hpp",
+        "std::int64_t{blocks} * (share + 1) / shares);",
+        "std::int64_t{blocks} * share / shares + 1);",
+        PLANNER,
+    ),
     Mutation(
         "schedule/planner.cpp",
         "(part + 1) * payload <= row_end; ++part",
