@@ -45,8 +45,7 @@ struct RingPosition {
   }
 };
 
-// --- Load: the first warp of the last warpgroup
-// ---------------------------------------------------
+// --- Load: first warp of the last warpgroup ------------------------------------------------------
 
 template <class Traits>
 class Loader {
