@@ -57,7 +57,7 @@ def check_plan(
         assert splits[row + 1] - splits[row] == len(shares)
     # Balance, in eighths of a block, of which each row costs one more wherever it begins. What it
     # costs on a GPU, a block at most, is the library's affair: there the blocks alone are judged.
-    # And a GPU's plan may leave parts without work, so as not to cut rows: the mean is of the others.
+    # And a GPU's plan may leave parts without work, so as not to cut rows: the mean is of the rest.
     start = 1 if device == "cpu" else 8
     blocks = [0] * metadata.shape[0]
     starts = [0] * metadata.shape[0]
