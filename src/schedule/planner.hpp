@@ -20,6 +20,7 @@
 #include <cstdint>
 
 #include "problem/problem.hpp"
+#include "tuning/plan.hpp"
 
 #if defined(__CUDACC__)
 #define FLASHMLA_HD __host__ __device__
@@ -31,12 +32,7 @@ namespace flashmla::schedule {
 
 inline constexpr std::int64_t kUnitsPerBlock = 8;
 
-// What a device is like, to its planner. The constants are in tuning/plan.hpp.
-struct PlanModel {
-  std::int32_t row_start_units;  // what starting a row costs, 1 to 8
-  std::int32_t least_blocks;     // of a share of a row: less is not worth its merge
-  bool may_be_even;
-};
+using tuning::PlanModel;
 
 // Blocks of the plan in a row of `length` tokens; a negative length counts as none.
 FLASHMLA_HD constexpr std::int32_t blocks_of_length(std::int32_t length) {

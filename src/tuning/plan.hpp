@@ -4,19 +4,24 @@
 
 #include <cstdint>
 
-#include "schedule/planner.hpp"
-
 namespace flashmla::tuning {
+
+// What a device is like, to its planner.
+struct PlanModel {
+  std::int32_t row_start_units;  // what starting a row costs, in units of 1/8 block (1 to 8)
+  std::int32_t least_blocks;     // of a share of a row: less is not worth its merge
+  bool may_be_even;              // whether rows that are alike are divided evenly
+};
 
 // CPU: packing the queries and writing the result of a row takes about an eighth of the time of a
 // block of 64 tokens, for 16 heads and for 128. A merge costs little, so the line is always cut.
-inline constexpr schedule::PlanModel kCpuPlan{1, 1, false};
+inline constexpr PlanModel kCpuPlan{1, 1, false};
 
 // CUDA: loading queries and writing a result takes about half a block's time. With more query rows
 // than this a partial result is so large that a share of one block is not worth its merge
 // (docs/performance/h200.md).
 inline constexpr std::int32_t kCudaFewQueryRows = 32;
-constexpr schedule::PlanModel cuda_plan(std::int64_t query_rows) {
+constexpr PlanModel cuda_plan(std::int64_t query_rows) {
   return {4, query_rows <= kCudaFewQueryRows ? 1 : 2, true};
 }
 
