@@ -137,7 +137,7 @@ MUTATIONS = [
     Mutation(
         "schedule/planner.hpp",
         "const std::int32_t worthwhile = blocks / model.least_blocks;",
-        "const std::int32_t worthwhile = blocks;",
+        "const std::int32_t worthwhile = blocks / (model.least_blocks + 1);",
         PLANNER,
     ),
     Mutation(
