@@ -131,6 +131,12 @@ std::vector<std::int32_t> row(const PlanOf& plan, std::size_t part) {
           plan.rows.begin() + static_cast<std::ptrdiff_t>(8 * part + 5)};
 }
 
+TEST(Planner, ACutAtTheEndOfARowLeavesAnEmptyRowToTheNextPart) {
+  const PlanOf plan({64, 0, 0, 0, 0, 0, 0, 0, 0, 0}, 2, kLine);
+  EXPECT_EQ(row(plan, 0), (std::vector<std::int32_t>{0, 0, 0, 1, 0}));
+  EXPECT_EQ(row(plan, 1), (std::vector<std::int32_t>{1, 0, 9, 0, 0}));
+}
+
 TEST(Planner, RowsThatAreAlikeStayWhole) {
   // 128 rows on 66 parts: two each, though an equal share is 3% less.
   const PlanOf plan(std::vector<std::int32_t>(128, 8192), 66, kEven);
