@@ -206,6 +206,29 @@ TEST_F(Amx, SmallScoresStillCountAfterARaise) {
   expect_right(decode_case);
 }
 
+// Sums of the values overflow unless they are guarded, and the scores are ordinary ones.
+TEST_F(Amx, OverflowingSumsInBothLoops) {
+  const QueryValue queries = random_values(24);
+  const TokenValue values = random_values(25);
+  for (const std::int64_t heads : {3, 20, 70}) {
+    SCOPED_TRACE(heads);
+    DecodeShape shape;
+    shape.lengths = {600};
+    shape.seq_len_q = 2;
+    shape.num_heads_q = heads;
+    shape.head_dim = 192;
+    shape.head_dim_v = 128;
+    shape.causal = true;
+    shape.softmax_scale = 0x1p-19;
+    DecodeCase decode_case(
+        shape, [&](auto... place) { return 0x1p-110 * queries(place...); },
+        [&](auto... place) { return 0x1p125 * std::min(std::abs(values(place...)), 7.0); });
+    expect_right(decode_case);
+    decode_case.plan(5);
+    expect_right(decode_case);
+  }
+}
+
 // Tokens that some rows see and others do not, with NaN and infinities in what is hidden from all
 // but the last query token: rows that see them are NaN, the others must be right.
 TEST_F(Amx, HiddenTokensThatAreNotFinite) {
@@ -293,19 +316,21 @@ TEST_F(Amx, RowsDoNotDependOnTheirNeighbours) {
     shape.head_dim_v = 128;
     shape.visible_lens = {17, 130, 290};
     const QueryValue ordinary = random_values(20);
-    // All rows but those of t = 1 differ, some of them enough to raise their references often.
-    const auto other = [=](std::int64_t i, std::int64_t t, std::int64_t h, std::int64_t c) {
-      return t == 1 ? ordinary(i, t, h, c) : 50.0 * ordinary(i + 1, t, h, c);
-    };
     DecodeCase one(shape, ordinary, random_values(21));
-    shape.visible_lens = {0, 130, 131};
-    DecodeCase two(shape, other, random_values(21));
     ASSERT_EQ(one.run(kKernel).status, FLASHMLA_OK);
-    ASSERT_EQ(two.run(kKernel).status, FLASHMLA_OK);
-    for (std::int64_t h = 0; h < heads; ++h) {
-      EXPECT_EQ(one.lse.at(0, h, 1), two.lse.at(0, h, 1)) << "head " << h;
-      for (std::int64_t c = 0; c < shape.head_dim_v; ++c) {
-        ASSERT_EQ(one.out.at(0, 1, h, c), two.out.at(0, 1, h, c)) << "head " << h << ", " << c;
+    shape.visible_lens = {0, 130, 131};
+    // All rows but those of t = 1 differ: enough to raise their references often, or to overflow.
+    for (const double factor : {50.0, 1e37}) {
+      const auto other = [=](std::int64_t i, std::int64_t t, std::int64_t h, std::int64_t c) {
+        return t == 1 ? ordinary(i, t, h, c) : factor * ordinary(i + 1, t, h, c);
+      };
+      DecodeCase two(shape, other, random_values(21));
+      ASSERT_EQ(two.run(kKernel).status, FLASHMLA_OK);
+      for (std::int64_t h = 0; h < heads; ++h) {
+        EXPECT_EQ(one.lse.at(0, h, 1), two.lse.at(0, h, 1)) << "head " << h;
+        for (std::int64_t c = 0; c < shape.head_dim_v; ++c) {
+          ASSERT_EQ(one.out.at(0, 1, h, c), two.out.at(0, 1, h, c)) << "head " << h << ", " << c;
+        }
       }
     }
   }

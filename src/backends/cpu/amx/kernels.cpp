@@ -9,10 +9,18 @@
 //   finish      out = O / sum, lse
 // The lines of the next block are asked for all along.
 //
+// No finite input gives an infinity or a NaN. Queries are taken times a power of two that leaves
+// room for head_dim products with the largest value there is, which the scale of their scores takes
+// back. What overflows all the same, capped scores and sums of the largest values, leaves an
+// infinity or a NaN in the row's results: the task is then decoded anew, guarded, for the rows that
+// have one. So ordinary inputs pay for a look at queries and results alone, and a row's bits depend
+// on no other row.
+//
 // AMX takes bf16 subnormals for zero, and flushes float ones.
 #include <immintrin.h>
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -39,11 +47,30 @@ constexpr std::int32_t divide_up(std::int32_t a, std::int32_t b) {
   return (a + b - 1) / b;
 }
 
+// A set of the rows of a task.
+struct RowSet {
+  void add(std::int32_t row) { words[row / 64] |= std::uint64_t{1} << row % 64; }
+  bool has(std::int32_t row) const { return (words[row / 64] >> row % 64 & 1) != 0; }
+  bool empty() const { return words[0] == 0 && words[1] == 0; }
+
+  std::uint64_t words[kMaxQueryRows / 64] = {};
+};
+static_assert(kMaxQueryRows == 128);
+
 template <class Shape>
 class Decode {
  public:
   static void run(const Problem& problem, const Task& task, std::byte* memory) {
-    Decode decode(problem, task, memory);
+    const RowSet all = {{~std::uint64_t{0}, ~std::uint64_t{0}}};
+    const RowSet overflown = run_rows(problem, task, memory, all, false);
+    if (!overflown.empty()) run_rows(problem, task, memory, overflown, true);
+  }
+
+ private:
+  // Decodes the task and writes the results of `wanted` rows. Returns those that are to be guarded.
+  [[gnu::noinline]] static RowSet run_rows(const Problem& problem, const Task& task,
+                                           std::byte* memory, const RowSet& wanted, bool guarded) {
+    Decode decode(problem, task, memory, wanted, guarded);
     decode.load_queries();
     if constexpr (Shape::kBlocksInFlight == 2) {
       decode.run_blocks_overlapped();
@@ -56,22 +83,29 @@ class Decode {
       }
     }
     decode.finish();
+    return decode.overflown_;
   }
 
- private:
   static constexpr std::int32_t kBlockTiles = Shape::kBlockTokens / kTileRows;
   static constexpr std::int32_t kGroupTiles = Shape::kGroupTokens / kTileRows;
   static constexpr std::int32_t kBlockUnits = Shape::kBlockTokens / Shape::kUnitTokens;
 
-  Decode(const Problem& problem, const Task& task, std::byte* memory)
+  // Queries are taken below 2^(1 - kQueryMargin): head_dim products with values below 2^128 then
+  // sum to less than 2^127.
+  static constexpr std::int32_t kQueryMargin = 12;
+
+  Decode(const Problem& problem, const Task& task, std::byte* memory, const RowSet& wanted,
+         bool guarded)
       : problem_(problem),
         task_(task),
+        wanted_(wanted),
+        guarded_(guarded),
         scratch_(problem, memory),
         rows_(task.query_row_end - task.query_row_begin),
         row_tiles_(divide_up(rows_, kTileRows)),
         dot_steps_(problem.head_dim / kTileElements),
         results_(scratch_.sink),
-        softmax_(scratch_, problem, row_tiles_),
+        softmax_(scratch_, problem, row_tiles_, guarded),
         interleave_(scratch_.panels) {
     for (std::int32_t row = 0; row < row_tiles_ * kTileRows; ++row) {
       const std::int32_t token = query(std::min(row, rows_ - 1)).token;
@@ -117,17 +151,21 @@ class Decode {
     const __m512i signs = _mm512_set1_epi16(static_cast<short>(negate ? 0x8000 : 0));
     for (std::int32_t row_tile = 0; row_tile < row_tiles_; ++row_tile) {
       const BFloat16* rows[kTileRows];
+      std::int32_t exponents[kTileRows];  // of the power of two, twice, as bf16 has them
       for (std::int32_t r = 0; r < kTileRows; ++r) {
         const std::int32_t row = row_tile * kTileRows + r;
         rows[r] = row < rows_ ? q_of<BFloat16>(problem_, task_.row, query(row))
                               : reinterpret_cast<const BFloat16*>(scratch_.zero_row);
+        exponents[r] = lower_query(row, rows[r]) * 0x00800080;
       }
       for (std::int32_t step = 0; step < dot_steps_; ++step) {
         __m512i of_lane[4][4];  // [r / 4][r % 4], then [row / 4][pair % 4] with lane = pair / 4
         for (std::int32_t group = 0; group < 4; ++group) {
           for (std::int32_t r = 0; r < 4; ++r) {
-            of_lane[group][r] = _mm512_xor_si512(
-                signs, _mm512_loadu_si512(rows[group * 4 + r] + step * kTileElements));
+            const std::int32_t row = group * 4 + r;
+            const __m512i query = _mm512_loadu_si512(rows[row] + step * kTileElements);
+            of_lane[group][r] =
+                _mm512_xor_si512(signs, lower_bf16x32(query, _mm512_set1_epi32(exponents[row])));
           }
           transpose_4x4_in_lanes(of_lane[group]);
         }
@@ -142,6 +180,39 @@ class Decode {
         }
       }
     }
+  }
+
+  // The row's query is taken times 2^-n: returns n and sets the scales of its scores.
+  std::int32_t lower_query(std::int32_t row, const BFloat16* query) {
+    // exp(x) = 2^(x log2(e))
+    constexpr float kLog2E = 1.44269504f;
+    const float scale =
+        std::min(std::abs(problem_.softmax_scale) * kLog2E, std::numeric_limits<float>::max());
+    const std::int32_t largest = exponent_of_largest(query);
+    // Infinities and NaN stay what they are.
+    const std::int32_t n = largest == 128 ? 0 : std::max(0, largest + kQueryMargin);
+    // What the scale does not hold is another factor, and makes the row a guarded one.
+    const std::int32_t into_scale = std::min(n, 126 - exponent_of(scale));
+    const float first = scale * exp2_of(into_scale / 2) * exp2_of(into_scale - into_scale / 2);
+    scratch_.scales[row] = guarded_ ? 1.0f : first;
+    scratch_.guarded_scales[0][row] = first;
+    scratch_.guarded_scales[1][row] = exp2_of(n - into_scale);
+    if (into_scale != n && row < rows_) overflown_.add(row);
+    return n;
+  }
+
+  // The exponent of the component of a query that is largest in magnitude.
+  std::int32_t exponent_of_largest(const BFloat16* query) const {
+    const __m512i magnitude = _mm512_set1_epi16(0x7fff);
+    __m512i largest = _mm512_setzero_si512();
+    for (std::int32_t step = 0; step < dot_steps_; ++step) {
+      const __m512i bits = _mm512_loadu_si512(query + step * kTileElements);
+      largest = _mm512_max_epu16(largest, _mm512_and_si512(bits, magnitude));
+    }
+    // The exponent of the larger one of a pair of elements decides.
+    const __m512i other = _mm512_slli_epi32(largest, 16);
+    const std::int32_t bits = _mm512_reduce_max_epi32(_mm512_max_epu16(largest, other));
+    return exponent_of(std::bit_cast<float>(bits));
   }
 
   std::byte* query_tile(std::int32_t row_tile, std::int32_t step) const {
@@ -482,8 +553,9 @@ class Decode {
 
   // --- finish -----------------------------------------------------------------------------------
 
-  void finish() const {
+  void finish() {
     for (std::int32_t row = 0; row < rows_; ++row) {
+      if (!wanted_.has(row)) continue;
       const QueryRow where = query(row);
       const double total = scratch_.totals[row];
       const bool empty = scratch_.visible[row] == 0;
@@ -492,10 +564,13 @@ class Decode {
       const float lse =
           empty ? std::numeric_limits<float>::infinity()
                 : static_cast<float>(static_cast<double>(scratch_.references[row]) * kLn2 +
-                                     std::log(total));
+                                     std::log(guarded_ ? total / double{kGuardedWeight} : total));
+      // Not all zeros if a result is no finite number.
+      __m512i excess = _mm512_setzero_si512();
       if (task_.partial_out != nullptr) {
         float* out = task_.partial_out + std::int64_t{row} * problem_.head_dim_v;
         for_each_32_columns(row, inverse, [&](std::int32_t column, __m512 low, __m512 high) {
+          excess = _mm512_or_si512(excess, excess_of(low, high));
           _mm512_storeu_ps(out + column, low);
           _mm512_storeu_ps(out + column + kTileFloats, high);
         });
@@ -503,11 +578,31 @@ class Decode {
       } else {
         BFloat16* out = out_of<BFloat16>(problem_, task_.row, where);
         for_each_32_columns(row, inverse, [&](std::int32_t column, __m512 low, __m512 high) {
+          excess = _mm512_or_si512(excess, excess_of(low, high));
           _mm512_storeu_si512(out + column, to_bf16x32(low, high));
         });
         lse_of(problem_, task_.row, where) = lse;
       }
+      const bool is_finite = _mm512_test_epi32_mask(excess, excess) == 0 && std::isfinite(lse);
+      if (!empty && !is_finite) overflown_.add(row);
     }
+  }
+
+  // The bits of a NaN for each infinity and NaN, of a zero for finite numbers.
+  static __m512i excess_of(__m512 a, __m512 b) {
+    return _mm512_or_si512(_mm512_castps_si512(_mm512_sub_ps(a, a)),
+                           _mm512_castps_si512(_mm512_sub_ps(b, b)));
+  }
+
+  // Weights are rounded and their total is not, so the mean of values of the largest number may
+  // come out above it, by less than their last place.
+  static __m512 cap_finite(__m512 x) {
+    const __m512 largest = _mm512_set1_ps(0x1.fep127f);
+    const __m512 magnitude = _mm512_abs_ps(x);
+    const __mmask16 finite = _mm512_cmp_ps_mask(
+        magnitude, _mm512_set1_ps(std::numeric_limits<float>::infinity()), _CMP_LT_OQ);
+    return _mm512_mask_max_ps(x, finite, _mm512_sub_ps(_mm512_setzero_ps(), largest),
+                              _mm512_min_ps(largest, x));
   }
 
   // write(column, O[column..column + 15], O[column + 16..column + 31]) times `factor`, in order.
@@ -535,6 +630,10 @@ class Decode {
         first = _mm512_mul_ps(factors, _mm512_load_ps(tile));
         second = _mm512_mul_ps(factors, _mm512_load_ps(tile + kTileBytes));
       }
+      if (guarded_) {
+        first = cap_finite(first);
+        second = cap_finite(second);
+      }
       write(column, _mm512_permutex2var_ps(first, low, second),
             _mm512_permutex2var_ps(first, high, second));
     }
@@ -543,6 +642,9 @@ class Decode {
   const TileSession session_;
   const Problem& problem_;
   const Task& task_;
+  const RowSet wanted_;  // rows to be written
+  const bool guarded_;
+  RowSet overflown_;  // rows whose results are not finite, or not to be trusted
   const Scratch<Shape> scratch_;
   const std::int32_t rows_;
   const std::int32_t row_tiles_;

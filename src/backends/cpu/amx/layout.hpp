@@ -97,6 +97,8 @@ class Scratch {
     sink = take<std::byte>(4 * kTileBytes);
     elements = take<std::int32_t>(kTileBytes);
     unit_totals = take<float>(kTileRowBytes);
+    scales = take<float>(row_tiles * kTileRowBytes);
+    for (float*& area : guarded_scales) area = take<float>(row_tiles * kTileRowBytes);
     references = take<float>(row_tiles * kTileRowBytes);
     totals = take<double>(row_tiles * 2 * kTileRowBytes);
     visible = take<std::int32_t>(row_tiles * kTileRowBytes);
@@ -104,8 +106,8 @@ class Scratch {
 
   std::size_t bytes() const { return end_; }
 
-  // Q as B tiles, negated where softmax_scale is negative: [row tile][head_dim / 32][pair of dims]
-  // [row][2] bf16.
+  // Q as B tiles, times a power of two and negated where softmax_scale is negative:
+  // [row tile][head_dim / 32][pair of dims][row][2] bf16.
   std::byte* queries;
   // S of one block of score tiles, transposed, as the tiles are stored: [row tile of the block]
   // [token of the group][row] float.
@@ -133,6 +135,10 @@ class Scratch {
   // A unit that was weighed anew: P before its transpose, and its sums [row of the row tile].
   std::int32_t* elements;
   float* unit_totals;
+  // [row]. What makes exponents of two of the scores. A guarded task scales scores as it caps them,
+  // by two factors, of which one may be too large to be applied at once, and has ones here.
+  float* scales;
+  float* guarded_scales[2];
   // [row]. m, in units of log2; -inf before the row has seen a token.
   float* references;
   double* totals;         // sum of P: a long row adds thousands of units

@@ -6,6 +6,10 @@
 // anew. After a row's first unit that hardly ever happens, so no pass looks for maxima and O is
 // hardly ever rescaled; and what is rescaled then weighs less than a unit's share of 1 /
 // kLargestSum, so that rounding it anew costs nothing.
+//
+// In a guarded task weights carry a factor of kGuardedWeight and scores are capped at the largest
+// float, so that no finite value overflows O and no finite score is lost. All its units take the
+// path that is made for units that not every row sees.
 #pragma once
 
 #include <immintrin.h>
@@ -25,6 +29,8 @@ namespace flashmla::cpu::amx {
 namespace {
 
 inline constexpr float kLargestSum = 0x1p30f;
+// A unit's weights add up to at most 2^-24 then: 2^24 units may hold the largest value.
+inline constexpr float kGuardedWeight = 0x1p-54f;
 
 // The softmax of one block of score tiles at a time, while the next one is computed. A unit is the
 // scores of 16 rows that make one tile of P (FewRows: two).
@@ -36,10 +42,13 @@ class Softmax {
   static constexpr std::int32_t kWeightSlices = kTileRows;
   static constexpr std::int32_t kSlices = kWeightSlices + 4 + 4;
 
-  Softmax(const Scratch<Shape>& scratch, const Problem& problem, std::int32_t row_tiles)
+  Softmax(const Scratch<Shape>& scratch, const Problem& problem, std::int32_t row_tiles,
+          bool guarded)
       : scratch_(scratch),
         head_dim_v_(problem.head_dim_v),
-        scale_(std::abs(problem.softmax_scale) * kLog2E) {
+        guarded_(guarded),
+        weight_(guarded ? kGuardedWeight : 1.0f),
+        largest_sum_(guarded ? kLargestSum * kGuardedWeight : kLargestSum) {
     for (std::int32_t row = 0; row < row_tiles * kTileRows; ++row) {
       scratch_.references[row] = -std::numeric_limits<float>::infinity();
       scratch_.totals[row] = 0.0;
@@ -55,7 +64,7 @@ class Softmax {
     has_output_ = before == nullptr ? block.begin != 0 : before->begin != 0;
     weights_before_ = before == nullptr ? nullptr : before->weights;
     begin_ = block.begin;
-    plain_units_ = (least_visible - block.begin) / Shape::kUnitTokens;
+    plain_units_ = guarded_ ? 0 : (least_visible - block.begin) / Shape::kUnitTokens;
     weights_ = block.weights;
     scores_ = scratch_.scores;
     row_tile_ = row_tile;
@@ -66,8 +75,8 @@ class Softmax {
                          (block.count + Shape::kUnitTokens - 1) / Shape::kUnitTokens);
   }
 
-  // Whether there is a unit left of which every row sees all. If so it may be done slice by slice:
-  // begin_unit(), run_slice<0>() to run_slice<kSlices - 1>(), next_unit().
+  // Whether there is a unit left of which every row sees all, unless guarded. If so it may be done
+  // slice by slice: begin_unit(), run_slice<0>() to run_slice<kSlices - 1>(), next_unit().
   [[gnu::always_inline]] bool has_plain_unit() const {
     return row_tile_ < row_tile_end_ && unit_ < plain_units_;
   }
@@ -86,7 +95,7 @@ class Softmax {
   [[gnu::always_inline]] void begin_unit(Unit& unit) const {
     unit.scores = scores_;
     unit.weights = weights(unit_);
-    unit.scale = _mm512_set1_ps(scale_);
+    unit.scale = _mm512_load_ps(scratch_.scales + row_tile_ * kTileRows);
     unit.reference = _mm512_load_ps(scratch_.references + row_tile_ * kTileRows);
     unit.sum = _mm512_setzero_ps();
   }
@@ -125,7 +134,6 @@ class Softmax {
   }
 
  private:
-  static constexpr float kLog2E = 1.44269504f;
   static constexpr std::int32_t kBlockUnits = Shape::kBlockTokens / Shape::kUnitTokens;
   // A weight slice makes one element of P for each row: a pair of tokens, or one token.
   static constexpr std::int32_t kSliceTokens = Shape::kUnitTokens / kWeightSlices;
@@ -137,11 +145,27 @@ class Softmax {
 
   template <bool kMasked>
   [[gnu::noinline]] void run_unit() {
+    if constexpr (kMasked) {
+      if (guarded_) cap_scores();
+    }
     Unit unit;
     begin_unit(unit);
     for_each_constant<kSlices>([&](auto slice) __attribute__((always_inline)) {
       run_slice<slice, kMasked>(unit);
     });
+  }
+
+  // Scales the scores of the unit, to within the range of float; NaN stays NaN.
+  void cap_scores() const {
+    const __m512 largest = _mm512_set1_ps(std::numeric_limits<float>::max());
+    const __m512 least = _mm512_set1_ps(std::numeric_limits<float>::lowest());
+    const __m512 first = _mm512_load_ps(scratch_.guarded_scales[0] + row_tile_ * kTileRows);
+    const __m512 second = _mm512_load_ps(scratch_.guarded_scales[1] + row_tile_ * kTileRows);
+    for (std::int32_t token = 0; token < Shape::kUnitTokens; ++token) {
+      float* scores = scores_ + token * kTileFloats;
+      const __m512 scaled = _mm512_mul_ps(_mm512_mul_ps(_mm512_load_ps(scores), first), second);
+      _mm512_store_ps(scores, _mm512_max_ps(least, _mm512_min_ps(largest, scaled)));
+    }
   }
 
   // Rows that see a token of the unit.
@@ -158,7 +182,9 @@ class Softmax {
       const std::int32_t token = kSlice * kSliceTokens + i;
       p[i] = exp2_f32x16(_mm512_fmsub_ps(_mm512_load_ps(unit.scores + token * kTileFloats),
                                          unit.scale, unit.reference));
-      if constexpr (kMasked) p[i] = _mm512_maskz_mov_ps(seeing(token), p[i]);
+      if constexpr (kMasked) {
+        p[i] = _mm512_maskz_mul_ps(seeing(token), p[i], _mm512_set1_ps(weight_));
+      }
       unit.sum = _mm512_add_ps(unit.sum, p[i]);
     }
     if constexpr (kSliceTokens == 2) {
@@ -171,7 +197,8 @@ class Softmax {
   // All weights of the unit are there.
   [[gnu::always_inline]] void settle(Unit& unit) {
     // NaN counts as too large, which costs time and changes nothing.
-    const __mmask16 raised = _mm512_cmp_ps_mask(unit.sum, _mm512_set1_ps(kLargestSum), _CMP_NLE_UQ);
+    const __mmask16 raised =
+        _mm512_cmp_ps_mask(unit.sum, _mm512_set1_ps(largest_sum_), _CMP_NLE_UQ);
     if (__builtin_expect(raised != 0, 0)) {
       raise(raised);
       for (std::int32_t i = 0; i < kWeightSlices; ++i) {
@@ -194,7 +221,8 @@ class Softmax {
       largest = _mm512_mask_max_ps(largest, seeing(token), largest,
                                    _mm512_load_ps(scores_ + token * kTileFloats));
     }
-    const __m512 exponent = _mm512_mul_ps(largest, _mm512_set1_ps(scale_));
+    const __m512 exponent =
+        _mm512_mul_ps(largest, _mm512_load_ps(scratch_.scales + row_tile_ * kTileRows));
     float* references = scratch_.references + row_tile_ * kTileRows;
     const __m512 before = _mm512_load_ps(references);
     const __m512 after = _mm512_mask_max_ps(before, raised, before, exponent);
@@ -273,7 +301,9 @@ class Softmax {
 
   const Scratch<Shape>& scratch_;
   const std::int32_t head_dim_v_;
-  const float scale_;  // |softmax_scale| in units of log2
+  const bool guarded_;
+  const float weight_;       // of a score of m
+  const float largest_sum_;  // of the weights of a unit
 
   // The block of the scores.
   std::int32_t begin_ = 0;
@@ -283,7 +313,7 @@ class Softmax {
   std::byte* weights_ = nullptr;
   // What is left of the scores: of row tile `row_tile_` from `unit_` on, and the row tiles after
   // it.
-  const float* scores_ = nullptr;  // of the unit
+  float* scores_ = nullptr;  // of the unit
   std::int32_t row_tile_ = 0;
   std::int32_t row_tile_end_ = 0;
   std::int32_t first_unit_ = 0;

@@ -3,6 +3,8 @@
 
 #include <immintrin.h>
 
+#include <algorithm>
+#include <bit>
 #include <cstdint>
 
 namespace flashmla::cpu::amx {
@@ -18,6 +20,23 @@ namespace {
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(0x1.62d6c6p-1f));
   p = _mm512_fmadd_ps(p, f, _mm512_set1_ps(1.0f));
   return _mm512_scalef_ps(p, x);  // p * 2^floor(x)
+}
+
+// The exponent of a float, -127 for 0 and subnormal numbers, 128 for infinities and NaN.
+inline std::int32_t exponent_of(float value) {
+  return static_cast<std::int32_t>(std::bit_cast<std::uint32_t>(value) >> 23 & 0xffu) - 127;
+}
+
+// 2^n, or the power of two nearest to it that is a normal number.
+inline float exp2_of(std::int32_t n) {
+  return std::bit_cast<float>(static_cast<std::uint32_t>(std::clamp(n, -126, 127) + 127) << 23);
+}
+
+// 32 finite bf16 times 2^-n, given n in the exponent's place of each; what that makes subnormal is
+// left as some number below the least normal one.
+[[gnu::always_inline]] inline __m512i lower_bf16x32(__m512i x, __m512i exponents) {
+  const __m512i magnitude = _mm512_and_si512(x, _mm512_set1_epi16(0x7fff));
+  return _mm512_sub_epi16(x, _mm512_min_epu16(magnitude, exponents));
 }
 
 // 32 bf16 in memory order: low[0..15], high[0..15].
