@@ -24,8 +24,9 @@ class ValueInterleave {
       ManyRows::kBlockTokens / ManyRows::kUnitTokens * kUnitBytes;
   static constexpr std::int32_t kPiecesPerUnit = 4;
 
-  // `panels`: room for two.
-  explicit ValueInterleave(std::byte* panels) : next_(panels), panel_(panels + kPanelBytes) {}
+  // `panels`: room for two; null where nothing is interleaved.
+  explicit ValueInterleave(std::byte* panels)
+      : next_(panels), panel_(panels == nullptr ? nullptr : panels + kPanelBytes) {}
 
   // The tokens of the panels that follow: two tiles for each unit, 16 tokens each.
   void begin_block(const TileView* tiles, std::int32_t units) {
