@@ -32,7 +32,7 @@ class TokenLines {
   template <std::int32_t kCount>
   [[gnu::always_inline]] void prefetch() {
     const std::byte* line = line_;
-    if (line + kCount * kLineBytes > line_end_) {
+    if (line_end_ - line < kCount * kLineBytes) {
       prefetch_across_runs(kCount);
       return;
     }
