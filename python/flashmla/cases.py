@@ -10,6 +10,8 @@ from pathlib import Path
 
 import torch
 
+from flashmla import reference
+
 
 @dataclass(frozen=True)
 class Case:
@@ -59,6 +61,10 @@ class Inputs:
             for name, value in vars(self).items()
         }
         return Inputs(**moved)
+
+    def expected(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """out and lse of these inputs in float64."""
+        return reference.attend(**vars(self))
 
     def plan_heads(self) -> tuple[int, int]:
         """num_heads_per_head_k and num_heads_k of the planning call."""

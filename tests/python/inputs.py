@@ -93,6 +93,22 @@ def library_plan(inputs: cases.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
     return flashmla.get_mla_metadata(inputs.cache_seqlens, *inputs.plan_heads())
 
 
+def call(inputs: cases.Inputs, plan, **results) -> tuple[torch.Tensor, torch.Tensor]:
+    """The public call on tensors where they are."""
+    return flashmla.flash_mla_with_kvcache(
+        inputs.q,
+        inputs.k_cache,
+        inputs.block_table,
+        inputs.cache_seqlens,
+        inputs.head_dim_v,
+        *plan,
+        inputs.softmax_scale,
+        inputs.causal,
+        visible_lens=inputs.visible_lens,
+        **results,
+    )
+
+
 def attend(
     inputs: cases.Inputs,
     plan: tuple[torch.Tensor, torch.Tensor] | None = None,
@@ -114,17 +130,7 @@ def attend(
         return out.cpu(), lse.cpu()
     plan = library_plan(inputs) if plan is None else plan
     if kernel in (None, "cpu"):
-        return flashmla.flash_mla_with_kvcache(
-            inputs.q,
-            inputs.k_cache,
-            inputs.block_table,
-            inputs.cache_seqlens,
-            inputs.head_dim_v,
-            *plan,
-            inputs.softmax_scale,
-            inputs.causal,
-            visible_lens=inputs.visible_lens,
-        )
+        return call(inputs, plan)
     return torch.ops.flashmla.decode(
         inputs.q,
         inputs.k_cache,

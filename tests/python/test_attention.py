@@ -28,24 +28,11 @@ from flashmla.cli.check import limits
 CASES = cases.load("dense") + cases.load("edge")
 
 
-def expected_of(inputs: cases.Inputs) -> tuple[torch.Tensor, torch.Tensor]:
-    return reference.attend(
-        inputs.q,
-        inputs.k_cache,
-        inputs.block_table,
-        inputs.cache_seqlens,
-        inputs.head_dim_v,
-        inputs.softmax_scale,
-        inputs.causal,
-        inputs.visible_lens,
-    )
-
-
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_every_kernel_is_within_the_bounds_on_every_case(case, dtype):
     inputs = cases.make_inputs(case, dtype)
-    expected = expected_of(inputs)
+    expected = inputs.expected()
     bound = limits(case, dtype)
     for kernel in KERNELS:
         if kernel.dtype != dtype or kernel.instruction_set == "reference":
@@ -87,7 +74,7 @@ def test_any_shape_is_within_the_bounds(
     )
     inputs = cases.make_inputs(case, dtype)
     found = attend(inputs, cases.plan_of(inputs, parts))
-    out_error, lse_error = reference.errors(*found, *expected_of(inputs))
+    out_error, lse_error = reference.errors(*found, *inputs.expected())
     bound = reference.TOLERANCES[dtype]
     # On so few numbers the norm is not yet an average; the bound doubles.
     assert out_error <= 2 * bound.out_relative
@@ -101,7 +88,7 @@ def test_visible_lens_is_any_non_decreasing_bound(data, queries, length):
     for kernel in KERNELS:
         inputs = cases.make_inputs(case, kernel.dtype)
         found = attend(inputs, cases.plan_of(inputs, 2), kernel)
-        out_error, lse_error = reference.errors(*found, *expected_of(inputs))
+        out_error, lse_error = reference.errors(*found, *inputs.expected())
         bound = reference.TOLERANCES[kernel.dtype]
         assert out_error <= 2 * bound.out_relative, kernel.name
         assert lse_error <= bound.lse_absolute, kernel.name
@@ -158,7 +145,7 @@ def test_scores_that_grow_or_fall_along_the_row_do_not_overflow(kernel, directio
     inputs.q.zero_()
     inputs.q[..., 512] = reach
     out, lse = attend(inputs, kernel=kernel)
-    expected_out, expected_lse = expected_of(inputs)
+    expected_out, expected_lse = inputs.expected()
     assert out.isfinite().all()
     assert float((out.double() - expected_out).norm() / expected_out.norm()) < 5e-3
     assert float((lse.double() - expected_lse).abs().max()) <= 2e-5 + reach * 2.0**-20
@@ -168,7 +155,7 @@ def test_scores_that_grow_or_fall_along_the_row_do_not_overflow(kernel, directio
 def test_scores_of_ten_thousand_in_any_order_do_not_overflow(dtype):
     case = cases.Case("large", (400, 65), 192, 128, 20, scale=1.0, q_amplitude=200.0)
     inputs = cases.make_inputs(case, dtype)
-    expected_out, expected_lse = expected_of(inputs)
+    expected_out, expected_lse = inputs.expected()
     assert expected_lse.abs().max() > 5e3
     for kernel in KERNELS:
         if kernel.dtype == dtype:

@@ -6,7 +6,7 @@ import math
 
 import pytest
 import torch
-from inputs import attend, attend_into, formula_inputs, library_plan, same_bits
+from inputs import attend, attend_into, call, formula_inputs, library_plan, same_bits
 
 import flashmla
 from flashmla import _library, cases, reference
@@ -14,22 +14,6 @@ from flashmla.cli.check import limits
 
 CASES = cases.load("dense") + cases.load("edge")
 KERNELS = [k for k in _library.kernels() if k.device_type == "cuda"]
-
-
-def call(inputs: cases.Inputs, plan, **results) -> tuple[torch.Tensor, torch.Tensor]:
-    """The public call on tensors where they are."""
-    return flashmla.flash_mla_with_kvcache(
-        inputs.q,
-        inputs.k_cache,
-        inputs.block_table,
-        inputs.cache_seqlens,
-        inputs.head_dim_v,
-        *plan,
-        inputs.softmax_scale,
-        inputs.causal,
-        visible_lens=inputs.visible_lens,
-        **results,
-    )
 
 
 def equal(found, expected) -> bool:
@@ -50,7 +34,7 @@ def test_every_kernel_is_within_the_bounds_on_every_case(gpu, case):
                     break  # it declines
                 raise
             if kernel.dtype not in expected:
-                expected[kernel.dtype] = reference.attend(*list(vars(inputs).values()))
+                expected[kernel.dtype] = inputs.expected()
             out, lse = (tensor.cpu() for tensor in found)
             out_error, lse_error = reference.errors(out, lse, *expected[kernel.dtype])
             bound = limits(case, kernel.dtype)
@@ -322,7 +306,7 @@ def test_bad_contents_are_harmless_without_it(gpu, name, index, value, message):
     torch.cuda.synchronize()
     good = formula_inputs([130, 97], 16, 2, causal=True)
     out, lse = attend(good, kernel="cuda")
-    assert reference.errors(out, lse, *reference.attend(*list(vars(good).values())))[0] <= 3e-3
+    assert reference.errors(out, lse, *good.expected())[0] <= 3e-3
 
 
 # --- Refusals ------------------------------------------------------------------------------------
@@ -424,7 +408,7 @@ def test_b35_full_graph(gpu):
 def test_b24_race_hunt(gpu, heads, queries):
     """The same bits 50 times for every number of parts, beside work that shifts the timing."""
     inputs = formula_inputs([129, 1000, 64, 0, 700], heads, queries, causal=True)
-    expected = reference.attend(*list(vars(inputs).values()))
+    expected = inputs.expected()
     moved = inputs.to(gpu)
     beside = torch.cuda.Stream()
     matrix = torch.randn(2048, 2048, device=gpu, dtype=torch.bfloat16)
