@@ -211,8 +211,8 @@ def test_check_fails_on_a_wrong_result(monkeypatch, capsys):
 
     attend = reference.attend
 
-    def off_by_one_percent(*arguments):
-        out, lse = attend(*arguments)
+    def off_by_one_percent(**arguments):
+        out, lse = attend(**arguments)
         return out * 1.01, lse
 
     monkeypatch.setattr(reference, "attend", off_by_one_percent)
