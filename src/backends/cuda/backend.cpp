@@ -78,12 +78,13 @@ Result<EncodeTiled> encode_function() {
 }
 
 // Dimensions (64 elements, d1, slice, d3, d4), strides of d1, d3, d4 in elements; a box is 64
-// elements x box_rows along d1, and all slices if that is a whole tile. Bytes land in the 128-byte
+// elements x box_rows along d1 x box_slices. Bytes land in the 128-byte
 // swizzle. No promotion in L2: a token's slices are fetched one after another anyway, and fetching
 // 256 bytes for each cost 6% of the bandwidth.
 Status encode_map(CUtensorMap& map, DType dtype, const void* data, std::int32_t head_dim,
                   const std::array<std::int64_t, 3>& extents,
-                  const std::array<std::int64_t, 3>& strides, std::int32_t box_rows) {
+                  const std::array<std::int64_t, 3>& strides, std::int32_t box_rows,
+                  std::int32_t box_slices) {
   const Result<EncodeTiled> encode = encode_function();
   if (!encode.ok()) return encode.status();
   const cuuint64_t dimensions[5] = {
@@ -94,8 +95,8 @@ Status encode_map(CUtensorMap& map, DType dtype, const void* data, std::int32_t 
     return extents[i] > 1 ? static_cast<cuuint64_t>(strides[i]) * 2 : 128;
   };
   const cuuint64_t byte_strides[4] = {bytes(0), 128, bytes(1), bytes(2)};
-  const cuuint32_t box_slices = box_rows == kBlockTokens ? head_dim / 64 : 1;
-  const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_rows), box_slices, 1, 1};
+  const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_rows),
+                             static_cast<cuuint32_t>(box_slices), 1, 1};
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
   const CUresult result =
       encode.value()(&map,
@@ -155,28 +156,41 @@ CallShape call_shape(const Problem& problem, void* workspace) {
   return shape;
 }
 
-Status fill_params(DecodeParams& params, const Problem& problem, void* workspace) {
+Status fill_params(DecodeParams& params, const Problem& problem, const select::KernelRow& kernel,
+                   void* workspace) {
   params.shape = call_shape(problem, workspace);
+  const std::int32_t slices = problem.head_dim / 64;
   const std::int32_t q_box_rows = std::gcd(problem.heads_per_kv_head(), kTileRows);
   const std::int32_t k_box_rows = std::gcd(problem.page_size, kBlockTokens);
   params.q_box_rows_log2 = std::countr_zero(static_cast<std::uint32_t>(q_box_rows));
   params.k_box_rows_log2 = std::countr_zero(static_cast<std::uint32_t>(k_box_rows));
-  if (Status status = encode_map(
-          params.q_map, problem.dtype, problem.q, problem.head_dim,
-          {problem.num_heads_q, problem.seq_len_q, problem.batch},
-          {problem.q_head_stride, problem.q_token_stride, problem.q_batch_stride}, q_box_rows);
+  if (Status status =
+          encode_map(params.q_map, problem.dtype, problem.q, problem.head_dim,
+                     {problem.num_heads_q, problem.seq_len_q, problem.batch},
+                     {problem.q_head_stride, problem.q_token_stride, problem.q_batch_stride},
+                     q_box_rows, q_box_rows == kTileRows ? slices : 1);
       !status.ok()) {
     return status;
   }
   const bool has_pages = problem.num_blocks > 0;
-  if (Status status = encode_map(
-          params.k_map, problem.dtype, has_pages ? problem.k_cache : problem.q, problem.head_dim,
-          {has_pages ? problem.page_size : 1, problem.num_heads_k,
-           has_pages ? problem.num_blocks : 1},
-          {problem.k_token_stride, problem.k_head_stride, problem.k_block_stride},
-          has_pages ? k_box_rows : 1);
+  const bool whole_tiles = has_pages && k_box_rows == kBlockTokens;
+  const auto encode_cache = [&](CUtensorMap& map, std::int32_t tile_slices) {
+    return encode_map(map, problem.dtype, has_pages ? problem.k_cache : problem.q, problem.head_dim,
+                      {has_pages ? problem.page_size : 1, problem.num_heads_k,
+                       has_pages ? problem.num_blocks : 1},
+                      {problem.k_token_stride, problem.k_head_stride, problem.k_block_stride},
+                      has_pages ? k_box_rows : 1, whole_tiles ? tile_slices : 1);
+  };
+  // The kernel for any number of query rows takes a tile in pieces.
+  const bool in_pieces = kernel.max_query_rows == 0;
+  if (Status status = encode_cache(params.k_map, in_pieces ? kFirstPieceOfTile : slices);
       !status.ok()) {
     return status;
+  }
+  if (in_pieces) {
+    if (Status status = encode_cache(params.k_rest_map, slices - kFirstPieceOfTile); !status.ok()) {
+      return status;
+    }
   }
   params.q = problem.q;
   params.q_batch_stride = problem.q_batch_stride;
@@ -257,7 +271,7 @@ Status decode(const Problem& problem, const select::KernelRow& kernel, void* wor
   const DeviceGuard guard(problem.device.index);
   if (guard.error() != cudaSuccess) return cuda_failure("cudaSetDevice", guard.error());
   DecodeParams params{};
-  if (Status status = fill_params(params, problem, workspace); !status.ok()) return status;
+  if (Status status = fill_params(params, problem, kernel, workspace); !status.ok()) return status;
   cudaError_t error = kLaunches[kernel.index](params, static_cast<cudaStream_t>(stream));
   if (error != cudaSuccess) return cuda_failure(kernel.name.data(), error);
   if (problem.num_parts == 1) return {};

@@ -87,4 +87,11 @@ __device__ __forceinline__ Entry next_entry(EntryWalk& walk, const CallShape& sh
   return {Entry::kEnd, 0, 0, 0, 0, 0};
 }
 
+// Leaves out the tiles of the queries that next_entry() has just given, for who counts them
+// himself.
+__device__ __forceinline__ void skip_tiles(EntryWalk& walk, const CallShape& shape) {
+  walk.block = walk.end_block;
+  step_row(walk, shape);
+}
+
 }  // namespace flashmla::cuda

@@ -75,12 +75,18 @@ struct CallShape {
   PartialStatistics* partial_statistics;  // (2 * num_parts, num_heads_k, query_rows, halves)
 };
 
+// Slices of a tile of the wide kernel that arrive first.
+inline constexpr int kFirstPieceOfTile = 4;
+
 struct DecodeParams {
   // q as (64 elements, head, slice of 64 elements, token, batch row) and k_cache as (64 elements,
   // token in page, slice, key/value head, page).
   CUtensorMap q_map;
   CUtensorMap k_map;
-  // Boxes of 64 rows hold all slices, so that one copy moves a tile; smaller ones hold one slice.
+  CUtensorMap k_rest_map;
+  // Boxes of 64 rows hold all slices that one copy moves: of a tile for 32 query rows at most, all;
+  // of another, the first kFirstPieceOfTile (k_map), then the rest (k_rest_map). Smaller boxes hold
+  // one slice.
   std::int32_t q_box_rows_log2;  // box rows divide 64 and heads_per_kv_head
   std::int32_t k_box_rows_log2;  // box rows divide 64 and page_size
 

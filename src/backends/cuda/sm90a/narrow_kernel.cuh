@@ -54,10 +54,15 @@ class NarrowLoader {
       const std::uint32_t full = ptx::shared_address(&shared_.full[position.stage]);
       if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_expect(full, Traits::kTileBytes);
       __syncwarp();
-      copy_tile<Traits::kSlices>(
-          params_, entry.block, blockIdx.y,
-          [&](int box) { return box < 32 ? pages.near : pages.far; },
-          ptx::shared_address(shared_.stages[position.stage]), full);
+      const std::uint32_t stage = ptx::shared_address(shared_.stages[position.stage]);
+      if (boxes_of_slice(params_) > 1) {
+        copy_tile_by_boxes<0, Traits::kSlices>(
+            params_, params_.k_map, entry.block, blockIdx.y,
+            [&](int box) { return box < 32 ? pages.near : pages.far; }, stage, full);
+      } else if (threadIdx.x % 32 == 0) {
+        copy_whole_tile<0>(params_, params_.k_map, entry.block, blockIdx.y, pages.near, stage,
+                           full);
+      }
       position.advance();
       entry = next;
       pages = next_pages;
@@ -81,8 +86,8 @@ class NarrowLoader {
     if (entry.kind != Entry::kTile) return {-1, -1};
     const int boxes = boxes_of_slice(params_);
     const int box = threadIdx.x % 32 & (boxes - 1);
-    return {page_of_box(params_, entry, box),
-            boxes > 32 ? page_of_box(params_, entry, box + 32) : -1};
+    return {page_of_box(params_, entry.row, entry.block, entry.length, box),
+            boxes > 32 ? page_of_box(params_, entry.row, entry.block, entry.length, box + 32) : -1};
   }
 
   const DecodeParams& params_;

@@ -25,38 +25,56 @@ namespace flashmla::cuda::sm90a {
 template <class Traits>
 struct WidePlace {
   static __device__ __forceinline__ std::int32_t part() { return blockIdx.z; }
-  static __device__ __forceinline__ std::int32_t kv_head() { return blockIdx.y; }
+  static __device__ __forceinline__ std::int32_t kv_head() { return ptx::opaque(blockIdx.y); }
   static __device__ __forceinline__ std::int32_t first_query_row() {
-    return blockIdx.x * Traits::kTileRows;
+    return ptx::opaque(blockIdx.x) * Traits::kTileRows;
   }
 };
 
 // Stage of the ring and the parity of the phase that fills it.
 template <class Traits>
-struct RingPosition {
-  int stage = 0;
-  int parity = 0;
-
+class RingPosition {
+ public:
+  __device__ __forceinline__ int stage() const { return stage_; }
+  __device__ __forceinline__ int parity() const { return parity_; }
+  __device__ __forceinline__ int previous_stage() const {
+    return stage_ == 0 ? Traits::kStages - 1 : stage_ - 1;
+  }
   __device__ __forceinline__ void advance() {
-    if (++stage == Traits::kStages) {
-      stage = 0;
-      parity ^= 1;
+    if (++stage_ == Traits::kStages) {
+      stage_ = 0;
+      parity_ ^= 1;
     }
   }
+
+ private:
+  int stage_ = 0;
+  int parity_ = 0;
 };
+
+// Of an entry that is not a tile: over the last slice, once queries have left it.
+template <class Traits>
+__device__ __forceinline__ EndedRow* ended_row(WideShared<Traits>& shared, int stage) {
+  return reinterpret_cast<EndedRow*>(shared.stages[stage] +
+                                     Traits::kProbabilitySlice * Traits::kSliceBytes);
+}
 
 // --- Load: first warp of the last warpgroup ------------------------------------------------------
 
+// What it does for every tile touches shared memory little: products keep that busy, and each
+// access waits its turn.
 template <class Traits>
 class Loader {
   using Place = WidePlace<Traits>;
+  static constexpr int kFirstBytes = Traits::kFirstPieceSlices * Traits::kSliceBytes;
+  static constexpr int kBytes = Traits::kSlices * Traits::kSliceBytes;
 
  public:
   __device__ __forceinline__ Loader(const DecodeParams& params, WideShared<Traits>& shared)
       : params_(params), shared_(shared) {}
 
   __device__ __forceinline__ void start() {
-    if (threadIdx.x % 32 == 0) begin_walk(shared_.walk, params_.shape, Place::part());
+    if (lane() == 0) begin_walk(shared_.walk, params_.shape, Place::part());
 #pragma unroll 1
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       prepare();
@@ -68,39 +86,98 @@ class Loader {
   // but the copy stands between a stage becoming free and its next load.
   __device__ __forceinline__ void prepare() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) shared_.next = next_entry(shared_.walk, params_.shape);
+    if (remaining_ > 0) {
+      const std::int32_t block = shared_.next.end_block - remaining_;
+      if (boxes_of_slice(params_) > 1 || block % 32 == 0) ask_pages(block);
+      return;
+    }
+    if (lane() == 0) {
+      Entry entry = next_entry(shared_.walk, params_.shape);
+      if (entry.kind == Entry::kQuery) skip_tiles(shared_.walk, params_.shape);
+      shared_.next = entry;
+    }
     __syncwarp();
-    if (shared_.next.kind != Entry::kTile) return;
-    page_ = page_of_box(params_, shared_.next, threadIdx.x % 32 & (boxes_of_slice(params_) - 1));
   }
 
   // Fills a free stage with the prepared entry. All 32 lanes.
   __device__ __forceinline__ void load(int stage) {
     __syncwarp();
-    const std::uint32_t full = ptx::shared_address(&shared_.full[stage]);
-    const std::uint32_t destination = ptx::shared_address(shared_.stages[stage]);
-    const Entry& entry = shared_.next;
-    if (threadIdx.x % 32 == 0) {
-      shared_.entries[stage] = entry;
-      const bool has_data = entry.kind == Entry::kTile || entry.kind == Entry::kQuery;
-      ptx::mbarrier_arrive_expect(full, has_data ? Traits::kSlices * Traits::kSliceBytes : 0);
-    }
-    __syncwarp();
-    if (entry.kind == Entry::kTile) {
-      copy_tile<Traits::kSlices>(
-          params_, entry.block, Place::kv_head(),
-          [this](int box) { return box < 32 ? page_ : page_of_box(params_, shared_.next, box); },
-          destination, full);
-    } else if (entry.kind == Entry::kQuery) {
-      copy_queries<Traits::kSlices>(params_, entry.row, Place::kv_head(), Place::first_query_row(),
-                                    destination, full);
+    if (remaining_ > 0) {
+      load_tile(stage);
+    } else {
+      load_other(stage);
     }
   }
 
  private:
+  static __device__ __forceinline__ int lane() {
+    return static_cast<int>(ptx::opaque(threadIdx.x) % 32);
+  }
+
+  __device__ __forceinline__ void load_tile(int stage) {
+    const std::uint32_t first = ptx::shared_address(&shared_.full[stage][0]);
+    const std::uint32_t rest = ptx::shared_address(&shared_.full[stage][1]);
+    const std::uint32_t destination = ptx::shared_address(shared_.stages[stage]);
+    const Entry& query = shared_.next;
+    const std::int32_t block = query.end_block - remaining_;
+    --remaining_;
+    const bool is_whole = boxes_of_slice(params_) == 1;
+    // The lane that knows the page.
+    if (lane() == (is_whole ? block % 32 : 0)) {
+      Entry tile{Entry::kTile, 0, query.row, block, 0, query.length};
+      if (block == query.block) tile.detail = Entry::kFirst;
+      shared_.entries[stage] = tile;
+      ptx::mbarrier_arrive_expect(first, kFirstBytes);
+      ptx::mbarrier_arrive_expect(rest, kBytes - kFirstBytes);
+      if (is_whole) {
+        copy_whole_tile<0>(params_, params_.k_map, block, Place::kv_head(), page_, destination,
+                           first);
+        copy_whole_tile<Traits::kFirstPieceSlices>(params_, params_.k_rest_map, block,
+                                                   Place::kv_head(), page_, destination, rest);
+      }
+    }
+    if (is_whole) return;
+    __syncwarp();
+    const auto page = [&](int box) {
+      return box < 32 ? page_ : page_of_box(params_, query.row, block, query.length, box);
+    };
+    copy_tile_by_boxes<0, Traits::kFirstPieceSlices>(params_, params_.k_map, block,
+                                                     Place::kv_head(), page, destination, first);
+    copy_tile_by_boxes<Traits::kFirstPieceSlices, Traits::kSlices>(
+        params_, params_.k_rest_map, block, Place::kv_head(), page, destination, rest);
+  }
+
+  // An entry that is not a tile.
+  __device__ __forceinline__ void load_other(int stage) {
+    const std::uint32_t first = ptx::shared_address(&shared_.full[stage][0]);
+    const std::uint32_t rest = ptx::shared_address(&shared_.full[stage][1]);
+    const Entry& next = shared_.next;
+    const bool is_query = next.kind == Entry::kQuery;
+    if (lane() == 0) {
+      shared_.entries[stage] = next;
+      ptx::mbarrier_arrive_expect(first, is_query ? kBytes : 0);
+      ptx::mbarrier_arrive_expect(rest, 0);
+    }
+    __syncwarp();
+    if (!is_query) return;
+    copy_queries<Traits::kSlices>(params_, next.row, Place::kv_head(), Place::first_query_row(),
+                                  ptx::shared_address(shared_.stages[stage]), first);
+    remaining_ = next.end_block - next.block;
+    ask_pages(next.block);
+  }
+
+  // Whole tiles: lane i keeps the page of the tile at i mod 32. Smaller boxes: of the tile's box i.
+  __device__ __forceinline__ void ask_pages(std::int32_t block) {
+    const Entry& query = shared_.next;
+    const int boxes = boxes_of_slice(params_);
+    page_ = boxes == 1 ? page_of_box(params_, query.row, block / 32 * 32 + lane(), query.length, 0)
+                       : page_of_box(params_, query.row, block, query.length, lane() & (boxes - 1));
+  }
+
   const DecodeParams& params_;
   WideShared<Traits>& shared_;
-  std::int32_t page_ = -1;  // of this lane's first box
+  std::int32_t remaining_ = 0;  // tiles of the row whose queries were loaded last
+  std::int32_t page_ = -1;
 };
 
 // --- Scores and softmax: warpgroup 0 -------------------------------------------------------------
@@ -121,24 +198,32 @@ class ScoreRole {
     std::int32_t row = -1;  // whose statistics are pending
     std::int32_t slot = -1;
     for (;;) {
-      ptx::mbarrier_wait(address(shared_.full[position.stage]), position.parity);
-      const Entry entry = shared_.entries[position.stage];
-      if (row >= 0) finish_row(row, slot, position.stage);
-      if (threadIdx.x == 0) shared_.ended[position.stage] = {row, slot};
+      ptx::mbarrier_wait(address(shared_.full[position.stage()][0]), position.parity());
+      ptx::mbarrier_wait(address(shared_.full[position.stage()][1]), position.parity());
+      const Entry entry = shared_.entries[position.stage()];
+      const EndedRow ended{row, slot};
+      if (row >= 0) finish_row(row, slot, position.stage());
       row = -1;
       if (entry.kind == Entry::kQuery) {
         row = entry.row;
         slot = entry.detail;
-        start_row(entry, position.stage);
+        start_row(entry, position.stage());
       } else if (entry.kind == Entry::kEmptyRow) {
         write_empty_lse(entry.row);
       }
+      if (threadIdx.x == 0) {
+        *ended_row(shared_, position.stage()) = ended;
+        ptx::fence_async_proxy();
+      }
       __syncwarp();
-      arrive(shared_.ready[position.stage]);
-      arrive(shared_.gate[position.stage]);
+      arrive(shared_.ready[position.stage()]);
+      arrive(shared_.gate[position.stage()]);
       if (entry.kind == Entry::kEnd) return;
       position.advance();
-      if (entry.kind == Entry::kQuery) run_tiles(position, entry.block, entry.end_block);
+      if (entry.kind == Entry::kQuery) {
+        run_tiles(position, ptx::uniform(entry.end_block - entry.block),
+                  ptx::uniform(visible_of(entry, 0) / Traits::kTileTokens - entry.block));
+      }
     }
   }
 
@@ -173,7 +258,6 @@ class ScoreRole {
 
   // Takes the queries out of the stage: kRegisterSteps into registers, the rest into the tail.
   __device__ __forceinline__ void start_row(const Entry& entry, int stage) {
-    first_masked_block_ = visible_of(entry, 0) / Traits::kTileTokens;
     reference_[0] = reference_[1] = 0.0f;
     sum_[0] = sum_[1] = 0.0f;
 
@@ -202,27 +286,40 @@ class ScoreRole {
     ptx::named_barrier_sync(Traits::kScoreWarpgroup, Traits::kWarpgroupThreads);
   }
 
-  // Tiles of the row from `block` to `end_block`. What they are follows from there, so that nothing
-  // has to be read between a tile's arrival and its scores.
-  __device__ __forceinline__ void run_tiles(RingPosition<Traits>& position, std::int32_t block,
-                                            std::int32_t end_block) {
-    const std::int32_t first_block = block;
-    for (; block < end_block; ++block) {
-      const int stage = position.stage;
-      ptx::mbarrier_wait(address(shared_.full[stage]), position.parity);
-      const bool is_masked = block >= first_masked_block_;
-      if (is_masked) clear_unseen(shared_.entries[stage], stage);
-      float scores[kScores];
-      // The value product of the tile before waits for this one's scores.
-      compute_scores(scores, stage, block != first_block);
-      // P takes the place of the last slice, which the other warps may still be reading.
-      arrive(shared_.scored);
-      softmax(scores, stage, is_masked, block == first_block);
-      __syncwarp();
-      arrive(shared_.ready[stage]);
-      if (block + 1 == end_block) arrive(shared_.gate[stage]);
+  // The tiles of a row. How many they are, and how many of them every query row sees whole, says
+  // all about them, so that nothing has to be read between a tile's arrival and its scores.
+  __device__ __forceinline__ void run_tiles(RingPosition<Traits>& position, std::int32_t remaining,
+                                            std::int32_t unmasked) {
+    float scores[kScores];
+    std::uint32_t packed[kScores / 2];
+    bool is_first = true;
+    begin_scores<false>(scores, packed, position, unmasked <= 0);
+    for (;;) {
+      ptx::wgmma_wait<1>();
+      // The value product of the tile before waited for this one's scores.
+      if (!is_first) arrive(shared_.gate[position.previous_stage()]);
+      ptx::wgmma_wait<0>();
+      ptx::pin_registers(scores);
+      softmax(packed, scores, position.stage(), unmasked <= 0, is_first);
+      is_first = false;
       position.advance();
+      if (--remaining == 0) break;
+      --unmasked;
+      begin_scores<true>(scores, packed, position, unmasked <= 0);
     }
+    // P takes the place of the last slice, which the other warps may still be reading.
+    ptx::named_barrier_sync(Traits::kScoreWarpgroup, Traits::kWarpgroupThreads);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) store_probabilities(packed, position.previous_stage(), i);
+    publish(position.previous_stage());
+    arrive(shared_.gate[position.previous_stage()]);
+  }
+
+  // Says that P is where the value warpgroups read it.
+  __device__ __forceinline__ void publish(int stage) {
+    ptx::fence_async_proxy();
+    __syncwarp();
+    arrive(shared_.ready[stage]);
   }
 
   // Rows from `seen` on hold tokens that no query of this block sees: whatever bits they hold must
@@ -244,16 +341,31 @@ class ScoreRole {
     ptx::named_barrier_sync(Traits::kScoreWarpgroup, Traits::kWarpgroupThreads);
   }
 
-  // scores (64 query rows, 64 tokens), not scaled. Opens the gate of the tile before on the way.
-  __device__ __forceinline__ void compute_scores(float (&scores)[kScores], int stage,
-                                                 bool opens_gate) {
-    const std::uint64_t keys = mma::rows_descriptor(ptx::shared_address(shared_.stages[stage]));
+  // Starts scores (64 query rows, 64 tokens), not scaled: two groups of products, the first as many
+  // as the gate of the tile before waits for. Between them P of that tile is stored.
+  template <bool kStores>
+  __device__ __forceinline__ void begin_scores(float (&scores)[kScores],
+                                               const std::uint32_t (&packed)[kScores / 2],
+                                               const RingPosition<Traits>& position,
+                                               bool is_masked) {
+    ptx::mbarrier_wait(address(shared_.full[position.stage()][0]), position.parity());
+    if (is_masked) {
+      ptx::mbarrier_wait(address(shared_.full[position.stage()][1]), position.parity());
+      clear_unseen(shared_.entries[position.stage()], position.stage());
+    }
+    const std::uint64_t keys =
+        mma::rows_descriptor(ptx::shared_address(shared_.stages[position.stage()]));
     const std::uint64_t tail = mma::make_descriptor(ptx::shared_address(shared_.query_tail), 128,
                                                     256, mma::Swizzle::kNone);
+    constexpr int kStoreStep = 1;  // after which P is stored, a quarter after each
     ptx::discard_registers(scores);
     ptx::wgmma_fence();
 #pragma unroll
     for (int step = 0; step < Traits::kSteps; ++step) {
+      if (step == 4 * Traits::kFirstPieceSlices) {
+        ptx::mbarrier_wait(address(shared_.full[position.stage()][1]), position.parity());
+        ptx::wgmma_fence();
+      }
       const std::uint64_t key = mma::advance(keys, step / 4 * Traits::kSliceBytes + step % 4 * 32);
       if (step < Traits::kRegisterSteps) {
         Mma::multiply(scores, query_[step < Traits::kRegisterSteps ? step : 0], key, step > 0);
@@ -262,18 +374,24 @@ class ScoreRole {
                       mma::advance(tail, (step - Traits::kRegisterSteps) * Traits::kTailStepBytes),
                       key, 1);
       }
+      if constexpr (kStores) {
+        // P takes the place of the last slice, which the other warps may still be reading.
+        if (step == kStoreStep) {
+          ptx::named_barrier_sync(Traits::kScoreWarpgroup, Traits::kWarpgroupThreads);
+        }
+        if (step > kStoreStep && step <= kStoreStep + 4)
+          store_probabilities(packed, position.previous_stage(), step - kStoreStep - 1);
+        if (step == kStoreStep + 6) publish(position.previous_stage());
+      }
       if (step == Traits::kGateSlices * 4 - 1) ptx::wgmma_commit();
     }
     ptx::wgmma_commit();
-    ptx::wgmma_wait<1>();
-    if (opens_gate) arrive(shared_.gate[stage == 0 ? Traits::kStages - 1 : stage - 1]);
-    ptx::wgmma_wait<0>();
-    ptx::pin_registers(scores);
   }
 
   // Adds the tile to the sums and leaves P where its last slice was. Each warp decides for its own
   // query rows whether their references still serve.
-  __device__ __forceinline__ void softmax(float (&scores)[kScores], int stage, bool is_masked,
+  __device__ __forceinline__ void softmax(std::uint32_t (&packed)[kScores / 2],
+                                          float (&scores)[kScores], int stage, bool is_masked,
                                           bool is_first) {
 #pragma unroll
     for (int i = 0; i < kScores; ++i) {
@@ -286,7 +404,6 @@ class ScoreRole {
     const bool raises =
         __any_sync(~0u, is_first || largest[0] > kOutgrown || largest[1] > kOutgrown);
     if (raises) raise_references(scores, largest, stage, is_first);
-    std::uint32_t packed[kScores / 2];
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) {
       const float low = exp2_approximate(scores[2 * i]), high = exp2_approximate(scores[2 * i + 1]);
@@ -294,10 +411,6 @@ class ScoreRole {
       packed[i] = pack<Element>(low, high);
     }
     if (threadIdx.x % 32 == 0) shared_.rescale[stage][warp()] = raises && !is_first;
-    ptx::mbarrier_wait(address(shared_.scored), scored_parity_);
-    scored_parity_ ^= 1;
-    store_probabilities(packed, stage);
-    ptx::fence_async_proxy();
   }
 
   // Exponents of tokens that their query rows do not see become -infinity.
@@ -339,18 +452,16 @@ class ScoreRole {
     }
   }
 
-  // P (64 query rows, 64 tokens) over the tile's last slice, which all warps have read.
+  // A quarter of P (64 query rows, 64 tokens) over the tile's last slice, which all warps have
+  // read.
   __device__ __forceinline__ void store_probabilities(const std::uint32_t (&packed)[kScores / 2],
-                                                      int stage) {
+                                                      int stage, int quarter) {
     const std::uint32_t base = ptx::shared_address(shared_.stages[stage]) +
                                Traits::kProbabilitySlice * Traits::kSliceBytes;
     const std::uint32_t first = mma::chunk_offset(16 * warp() + lane() % 16, lane() / 16);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      // Chunk 2 * i + lane / 16: in the swizzle, two chunks further is an exclusive or.
-      ptx::store_matrices(base + (first ^ (2 * i << 4)), packed[4 * i], packed[4 * i + 1],
-                          packed[4 * i + 2], packed[4 * i + 3]);
-    }
+    // Chunk 2 * quarter + lane / 16: in the swizzle, two chunks further is an exclusive or.
+    const std::uint32_t* p = packed + 4 * quarter;
+    ptx::store_matrices(base + (first ^ (2 * quarter << 4)), p[0], p[1], p[2], p[3]);
   }
 
   // The ended row's lse, and its inverse sums for the value warpgroups.
@@ -387,10 +498,8 @@ class ScoreRole {
   const DecodeParams& params_;
   WideShared<Traits>& shared_;
   std::uint32_t query_[Traits::kRegisterSteps][4];
-  int scored_parity_ = 0;
-  float reference_[2];               // base 2, scaled
-  float sum_[2];                     // of this thread's columns, relative to the reference
-  std::int32_t first_masked_block_;  // from here on some query row does not see the whole tile
+  float reference_[2];  // base 2, scaled
+  float sum_[2];        // of this thread's columns, relative to the reference
 };
 
 // --- Values: warpgroups 1 and 2 ------------------------------------------------------------------
@@ -409,23 +518,31 @@ class ValueRole {
   __device__ __forceinline__ void run() {
     if (is_loader()) loader_.start();
     RingPosition<Traits> position;
+    ptx::discard_registers(accumulators_);
     for (;;) {
-      ptx::mbarrier_wait(address(shared_.ready[position.stage]), position.parity);
-      ptx::mbarrier_wait(address(shared_.gate[position.stage]), position.parity);
-      const EndedRow ended = shared_.ended[position.stage];
-      if (ended.row >= 0) {
-        if (ended.slot < 0) {
-          write_rows(ended.row, position.stage);
-        } else {
-          write_partials(ended.slot, position.stage);
+      const int stage = position.stage();
+      ptx::mbarrier_wait(address(shared_.ready[stage]), position.parity());
+      const Entry& entry = shared_.entries[stage];
+      if (entry.kind == Entry::kTile) {
+        // While the gate is still closed.
+        if (shared_.rescale[stage][warp()]) scale_accumulators(stage);
+        ptx::mbarrier_wait(address(shared_.gate[stage]), position.parity());
+        accumulate(stage, (entry.detail & Entry::kFirst) != 0);
+      } else {
+        ptx::mbarrier_wait(address(shared_.gate[stage]), position.parity());
+        const EndedRow ended = *ended_row(shared_, stage);
+        if (ended.row >= 0) {
+          if (ended.slot < 0) {
+            write_rows(ended.row, stage);
+          } else {
+            write_partials(ended.slot, stage);
+          }
         }
+        if (entry.kind == Entry::kEnd) return;
+        if (entry.kind == Entry::kEmptyRow) write_zeros(entry.row);
+        if (is_loader()) loader_.prepare();
       }
-      const Entry::Kind kind = shared_.entries[position.stage].kind;
-      if (kind == Entry::kEnd) return;
-      if (kind == Entry::kEmptyRow) write_zeros(shared_.entries[position.stage].row);
-      if (is_loader()) loader_.prepare();
       refill(position);
-      if (kind == Entry::kQuery) run_tiles(position);
     }
   }
 
@@ -451,27 +568,13 @@ class ValueRole {
   __device__ __forceinline__ void refill(RingPosition<Traits>& position) {
     __syncwarp();
     if (lane() < ptx::kArrivingLanes) {
-      ptx::mbarrier_arrive(address(shared_.free[position.stage]));
+      ptx::mbarrier_arrive(address(shared_.free[position.stage()]));
     }
     if (is_loader()) {
-      ptx::mbarrier_wait(address(shared_.free[position.stage]), position.parity);
-      loader_.load(position.stage);
+      ptx::mbarrier_wait(address(shared_.free[position.stage()]), position.parity());
+      loader_.load(position.stage());
     }
     position.advance();
-  }
-
-  __device__ __forceinline__ void run_tiles(RingPosition<Traits>& position) {
-    ptx::discard_registers(accumulators_);
-    std::int32_t detail;
-    do {
-      ptx::mbarrier_wait(address(shared_.ready[position.stage]), position.parity);
-      detail = shared_.entries[position.stage].detail;
-      // While the gate is still closed.
-      if (shared_.rescale[position.stage][warp()]) scale_accumulators(position.stage);
-      ptx::mbarrier_wait(address(shared_.gate[position.stage]), position.parity);
-      accumulate(position.stage, (detail & Entry::kFirst) != 0);
-      refill(position);
-    } while ((detail & Entry::kLast) == 0);
   }
 
   // accumulators (64 query rows, 256 columns) += P (64, 64 tokens) * V (64 tokens, 256 columns)
@@ -635,12 +738,13 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::prefetch_map(params.q_map);
     ptx::prefetch_map(params.k_map);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
-      ptx::mbarrier_init(ptx::shared_address(&shared.full[stage]), 1);
+      for (std::uint64_t& full : shared.full[stage]) {
+        ptx::mbarrier_init(ptx::shared_address(&full), 1);
+      }
       ptx::mbarrier_init(ptx::shared_address(&shared.ready[stage]), Traits::kScoreArrivals);
       ptx::mbarrier_init(ptx::shared_address(&shared.gate[stage]), Traits::kScoreArrivals);
       ptx::mbarrier_init(ptx::shared_address(&shared.free[stage]), Traits::kValueArrivals);
     }
-    ptx::mbarrier_init(ptx::shared_address(&shared.scored), Traits::kScoreArrivals);
     ptx::fence_mbarrier_init();
   }
   if (threadIdx.x / 32 == Traits::kThreads / 32 - 1) {

@@ -38,6 +38,9 @@ struct WideTraits {
 
   static constexpr int kSliceBytes = kTileTokens * mma::kRowBytes;
   static constexpr int kStages = 3;
+  // A tile arrives in two pieces, so that its first scores do not wait for its last bytes.
+  static constexpr int kPieces = 2;
+  static constexpr int kFirstPieceSlices = kFirstPieceOfTile;
   static constexpr int kProbabilitySlice = 8;  // of a stage: RoPE columns first, then P
   static constexpr int kStageBytes = (kProbabilitySlice + 1) * kSliceBytes;
   static constexpr int kTailStepBytes = kTileRows * 32;
@@ -69,14 +72,12 @@ struct WideShared {  // at a multiple of 1024 bytes
   float scales[Traits::kStages][Traits::kTileRows];
   bool rescale[Traits::kStages][Traits::kWarpgroupWarps];  // by 16 query rows
   Entry entries[Traits::kStages];
-  EndedRow ended[Traits::kStages];  // not for tiles
   EntryWalk walk;
-  Entry next;                            // what will be loaded when a stage is free
-  std::uint64_t full[Traits::kStages];   // the stage holds its entry
-  std::uint64_t scored;                  // all score warps have read the tile
-  std::uint64_t ready[Traits::kStages];  // P is written, or the query consumed
-  std::uint64_t gate[Traits::kStages];   // the value product may start
-  std::uint64_t free[Traits::kStages];   // nothing reads the stage any more
+  Entry next;                                            // what will be loaded when a stage is free
+  std::uint64_t full[Traits::kStages][Traits::kPieces];  // the stage holds that piece of its entry
+  std::uint64_t ready[Traits::kStages];                  // P is written, or the query consumed
+  std::uint64_t gate[Traits::kStages];                   // the value product may start
+  std::uint64_t free[Traits::kStages];                   // nothing reads the stage any more
 };
 
 static_assert(sizeof(WideShared<WideTraits<std::uint16_t, 576>>) <= 232448,
