@@ -15,11 +15,13 @@ inline constexpr int kTileSliceBytes = mma::kRowBytes << kTileRowsLog2;
 
 // Page of a token of the entry's row; -1, which the copy engine answers with zeros, past the end of
 // the row, where the table may hold anything.
+template <class Load = PlainLoad>
 __device__ __forceinline__ std::int32_t page_of_token(const DecodeParams& params,
-                                                      const Entry& entry, std::int32_t token) {
+                                                      const Entry& entry, std::int32_t token,
+                                                      const Load& load = {}) {
   if (token >= entry.length) return -1;
-  return params.block_table[entry.row * params.block_table_batch_stride +
-                            params.page_size.quotient(token) * params.block_table_page_stride];
+  return load(params.block_table + entry.row * params.block_table_batch_stride +
+              params.page_size.quotient(token) * params.block_table_page_stride);
 }
 
 // Boxes of a slice of a tile.
@@ -28,10 +30,18 @@ __device__ __forceinline__ int boxes_of_slice(const DecodeParams& params) {
 }
 
 // Page of box `box` of the tile `entry`, to be asked for ahead of the copy.
+template <class Load = PlainLoad>
 __device__ __forceinline__ std::int32_t page_of_box(const DecodeParams& params, const Entry& entry,
-                                                    int box) {
+                                                    int box, const Load& load = {}) {
   return page_of_token(params, entry,
-                       (entry.block << kTileRowsLog2) + (box << params.k_box_rows_log2));
+                       (entry.block << kTileRowsLog2) + (box << params.k_box_rows_log2), load);
+}
+
+// Brings a tile of whole-tile boxes into L2. One lane.
+__device__ __forceinline__ void prefetch_tile(const DecodeParams& params, std::int32_t block,
+                                              std::int32_t kv_head, std::int32_t page) {
+  ptx::prefetch_box(params.k_map, 0, params.page_size.remainder(block << kTileRowsLog2), 0, kv_head,
+                    page);
 }
 
 // Copies a tile of kSlices slices to `stage`; its bytes are counted on `barrier`. All lanes of a

@@ -24,11 +24,14 @@ struct NarrowTraits {
 
   static constexpr int kComputeThreads = 128;
   static constexpr int kComputeWarps = 4;
-  static constexpr int kThreads = kComputeThreads + 32;
+  static constexpr int kLoadWarp = kComputeWarps;
+  static constexpr int kThreads = kComputeThreads + 2 * 32;  // the loading warp and the scout
 
   // Two tiles are enough in flight, and leave room for a block of the combine to be resident.
   static constexpr int kStages = 2;
   static constexpr int kTileBytes = kSlices * kSliceBytes;
+  // Of a part, asked for before the block may read them.
+  static constexpr int kPrefetchedTiles = 2;
   // A lane of each compute warp says that it has let go of a stage.
   static constexpr int kEmptyArrivals = kComputeWarps * ptx::kArrivingLanes;
 
@@ -44,12 +47,13 @@ struct NarrowShared {  // at a multiple of 1024 bytes
   // Slices of kQueryRows rows; when a row ends, its output (kQueryRows, kHeadDimV).
   std::uint8_t query[Traits::kSlices][Traits::kQuerySliceBytes];
   std::uint8_t probabilities[Traits::kQuerySliceBytes];  // one slice (kQueryRows, 64 tokens)
-  float reduction[Traits::kComputeWarps][Traits::kQueryRows];
-  float magnitude[Traits::kComputeWarps][Traits::kQueryRows];
+  alignas(16) float reduction[Traits::kQueryRows][Traits::kComputeWarps];
   float reference[Traits::kQueryRows];
   float factor[Traits::kQueryRows];
   std::uint64_t full[Traits::kStages];
   std::uint64_t empty[Traits::kStages];
+  std::uint64_t guessed;  // barrier: the scout has written...
+  std::int32_t guess[4];  // ...row, block and length of the tile that the part may begin with
 };
 
 // Of 228 KB a multiprocessor; what is left holds blocks of the combine.
