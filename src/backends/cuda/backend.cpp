@@ -271,7 +271,7 @@ Status decode(const Problem& problem, const select::KernelRow& kernel, void* wor
   const Result<std::int32_t> multiprocessors =
       attribute(problem.device.index, cudaDevAttrMultiProcessorCount);
   if (!multiprocessors.ok()) return multiprocessors.status();
-  error = launch_combine(params.shape, problem.dtype, problem.head_dim_v, multiprocessors.value(),
+  error = launch_combine(params.shape, problem.dtype, multiprocessors.value(),
                          static_cast<cudaStream_t>(stream));
   return error == cudaSuccess ? Status() : cuda_failure("combine", error);
 }

@@ -15,6 +15,11 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
+constexpr std::int32_t kHeadDimV = 512;
+#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows) \
+  static_assert(head_dim_v == kHeadDimV);
+#include "backends/cuda/kernels.inc"
+#undef FLASHMLA_CUDA_KERNEL
 constexpr int kLaneColumns = 8;  // 16 bytes of a partial result
 
 // Shared memory of a combine block, ints. Everything is indexed by slot of the partial results.
@@ -35,18 +40,27 @@ __device__ CombineShared carve(std::int32_t* memory, std::int32_t num_parts) {
 // which some part walks the first block and not all.
 __device__ std::int32_t list_fragments(const CallShape& shape, const CombineShared& shared) {
   __shared__ std::int32_t warp_count[kWarps];
+  __shared__ std::int32_t row_lengths[kThreads];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // Of few rows the lengths are asked for together with the plan.
+  const bool has_lengths = shape.batch <= kThreads;
+  const std::int32_t my_length =
+      row_length(shape, min(static_cast<std::int32_t>(threadIdx.x), shape.batch - 1));
+  const auto length_of = [&](std::int32_t row) {
+    return has_lengths ? row_lengths[row] : row_length(shape, row);
+  };
   std::int32_t listed = 0;
   for (std::int32_t base = 0; base < shape.num_parts; base += kThreads) {
     const std::int32_t index = base + threadIdx.x;
     std::int32_t rows[2] = {-1, -1};  // of which the part leaves a fragment
     bool is_first[2] = {false, false};
+    const Part part = read_part(shape, min(index, shape.num_parts - 1));
+    if (base == 0) row_lengths[threadIdx.x] = my_length;
+    __syncthreads();
     if (index < shape.num_parts) {
-      const Part part = read_part(shape, index);
       if (part.begin_row <= part.end_row) {
         const std::int32_t candidates[2] = {part.begin_row, part.end_row};
-        const std::int32_t lengths[2] = {row_length(shape, part.begin_row),
-                                         row_length(shape, part.end_row)};
+        const std::int32_t lengths[2] = {length_of(part.begin_row), length_of(part.end_row)};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if (i == 1 && part.begin_row == part.end_row) continue;
@@ -110,16 +124,18 @@ struct Weighing {
   float scale = 0.0f;
 };
 
+// Results are read by lanes that hold eight neighbouring numbers each, of one query row. place: of
+// the first of them in its row; row: partial_index(). What reads says whether it was there.
+
 // Of the kernel for any number of query rows, whose grid must have ended.
 struct WideResults {
   static constexpr bool kAppear = false;
   static constexpr int kBlocks = 3;    // for which there are registers in a multiprocessor
-  static constexpr int kSumLanes = 1;  // as many lanes, two columns' chunks each, share a sum
+  static constexpr int kSumLanes = 1;  // neighbouring lanes over which the sum is spread
 
-  // Whether it is there yet. row: partial_index().
-  static __device__ bool weighing(const CallShape& shape, std::int32_t head_dim_v, std::int64_t row,
-                                  std::int32_t column, Weighing& to) {
-    const int half = column / (head_dim_v / kPartialHalves);
+  static __device__ bool weighing(const CallShape& shape, std::int64_t row, std::int32_t place,
+                                  Weighing& to) {
+    const int half = place / (kHeadDimV / kPartialHalves);
     // As one access.
     const float2 words =
         *reinterpret_cast<const float2*>(shape.partial_statistics + row * kPartialHalves + half);
@@ -129,32 +145,44 @@ struct WideResults {
     if (statistics.lse != kInfinity) to = {statistics.lse * kLog2E, 1.0f, statistics.scale};
     return true;
   }
-  static __device__ bool columns(const CallShape& shape, std::int32_t head_dim_v, std::int64_t row,
-                                 std::int32_t column, uint4& to) {
-    to = *reinterpret_cast<const uint4*>(shape.partial_out + row * head_dim_v + column);
+  static __device__ bool numbers(const CallShape& shape, std::int64_t row, std::int32_t place,
+                                 uint4& to) {
+    to = *reinterpret_cast<const uint4*>(shape.partial_out + row * kHeadDimV + place);
     return true;
   }
+  static __device__ float scale_of(const Weighing& weighing, std::int32_t) {
+    return weighing.scale;
+  }
+  static __device__ std::int32_t column(std::int32_t place) { return place; }
 };
 
 // Of the kernel for few query rows. They appear while it runs; it cleared their places before this
-// grid began.
+// grid began. A warp's columns lie together, and each lane has the statistics of another warp.
 struct NarrowResults {
   static constexpr bool kAppear = true;
   // 128 registers at most, of which there are 112 beside a block of attention.
   static constexpr int kBlocks = 2;
   static constexpr int kSumLanes = kPartialWarps;
+  static constexpr std::int32_t kWarpColumns = kHeadDimV / kPartialWarps;
 
-  static __device__ bool weighing(const CallShape& shape, std::int32_t, std::int64_t row,
-                                  std::int32_t column, Weighing& to) {
+  static __device__ bool weighing(const CallShape& shape, std::int64_t row, std::int32_t place,
+                                  Weighing& to) {
     const uint4 words = ptx::load_whole_16(shape.warp_statistics + row * kPartialWarps +
-                                           column / 16 % kPartialWarps);
+                                           place / kLaneColumns % kPartialWarps);
     to = {__uint_as_float(words.x), __uint_as_float(words.y), __uint_as_float(words.z)};
     return words.w != kNotYet;
   }
-  static __device__ bool columns(const CallShape& shape, std::int32_t head_dim_v, std::int64_t row,
-                                 std::int32_t column, uint4& to) {
-    to = ptx::load_whole_16(shape.partial_out + row * head_dim_v + column);
+  static __device__ bool numbers(const CallShape& shape, std::int64_t row, std::int32_t place,
+                                 uint4& to) {
+    to = ptx::load_whole_16(shape.partial_out + row * kHeadDimV + place);
     return to.x != kNotYet;
+  }
+  static __device__ float scale_of(const Weighing& weighing, std::int32_t place) {
+    return __shfl_sync(~0u, weighing.scale, place / kWarpColumns, kPartialWarps);
+  }
+  static __device__ std::int32_t column(std::int32_t place) {
+    return place % kWarpColumns / 16 * (16 * kPartialWarps) + place / kWarpColumns * 16 +
+           place % 16;
   }
 };
 
@@ -215,11 +243,8 @@ struct Place {
   std::int32_t query_row = 0;
 };
 
-constexpr int kFewColumns = 64;  // of an item of FewMerger
-
-// How those are numbered.
+// How the items of FewMerger are numbered.
 struct FewItems {
-  Divisor pieces;      // of a query row
   Divisor of_row;      // query rows of all key/value heads
   Divisor of_kv_head;  // query rows
 };
@@ -235,12 +260,12 @@ __device__ __forceinline__ std::uint32_t query_rows_of_row(const CallShape& shap
 template <class Element, class Results>
 class FewMerger {
  public:
-  static constexpr int kItemColumns = kFewColumns;
+  static constexpr int kItemColumns = 64;
+  static constexpr std::uint32_t kPieces = kHeadDimV / kItemColumns;  // of a query row
 
-  __device__ FewMerger(const CallShape& shape, std::int32_t head_dim_v, const FewItems& items,
-                       const CombineShared& shared, std::int32_t num_merged, int team_log2)
+  __device__ FewMerger(const CallShape& shape, const FewItems& items, const CombineShared& shared,
+                       std::int32_t num_merged, int team_log2)
       : shape_(shape),
-        head_dim_v_(head_dim_v),
         items_(items),
         shared_(shared),
         num_merged_(num_merged),
@@ -250,15 +275,15 @@ class FewMerger {
   }
 
   // Number of items of one merged row.
-  static __device__ std::uint32_t items_of_row(const CallShape& shape, std::int32_t head_dim_v) {
-    return query_rows_of_row(shape) * (head_dim_v / kItemColumns);
+  static __device__ std::uint32_t items_of_row(const CallShape& shape) {
+    return query_rows_of_row(shape) * kPieces;
   }
 
   __device__ void run() {
     Patience<Results> patience;
     if constexpr (!Results::kAppear) patience.wait_for_end();
     const std::int32_t teams = kWarps >> team_log2_;
-    const std::int32_t items = num_merged_ * items_of_row(shape_, head_dim_v_);
+    const std::int32_t items = num_merged_ * items_of_row(shape_);
     for (std::int32_t first = blockIdx.x * teams; first < items;) {
       publish(sum_of_parts(patience));
       __syncthreads();
@@ -282,22 +307,21 @@ class FewMerger {
   // Finds the team's item among those from `first` on, and the slots of its parts.
   __device__ __forceinline__ void locate(std::int32_t first) {
     const std::int32_t item = first + (threadIdx.x / 32 >> team_log2_);
-    const std::int32_t query_row = items_.pieces.quotient(item);
+    const std::int32_t query_row = static_cast<std::uint32_t>(item) / kPieces;
     const std::int32_t merged = items_.of_row.quotient(query_row);
     count_ = 0;
     if (merged >= num_merged_) return;
     const std::int32_t row = shared_.merged[merged];
     count_ = list_slots(shape_, shared_, row, list_);
-    first_column_ = (item - query_row * items_.pieces.divisor) * kItemColumns;
+    first_place_ = static_cast<std::uint32_t>(item) % kPieces * kItemColumns;
     of_slot_ = query_row - merged * items_.of_row.divisor;
     if (threadIdx.x % 32 == 0) {
       const std::int32_t kv_head = items_.of_kv_head.quotient(of_slot_);
       const QueryRow query =
           query_row_at(shape_, kv_head, of_slot_ - kv_head * items_.of_kv_head.divisor);
       Target& target = targets()[threadIdx.x / 32];
-      target.out =
-          static_cast<Element*>(shape_.out) + out_offset(shape_, row, query) + first_column_;
-      target.lse = first_column_ == 0 ? lse_at(shape_, row, query) : nullptr;
+      target.out = static_cast<Element*>(shape_.out) + out_offset(shape_, row, query);
+      target.lse = first_place_ == 0 ? lse_at(shape_, row, query) : nullptr;
     }
     __syncwarp();
   }
@@ -325,7 +349,7 @@ class FewMerger {
   // In the lanes of the first group, the sum over the warp's parts.
   __device__ Sum sum_of_parts(Patience<Results>& patience) const {
     const int lane = threadIdx.x % 32;
-    const std::int32_t column = first_column_ + lane % kGroupLanes * kLaneColumns;
+    const std::int32_t place = first_place_ + lane % kGroupLanes * kLaneColumns;
     const int step = team_warps() * kGroups;
     const int first = threadIdx.x / 32 % team_warps() * kGroups + lane / kGroupLanes;
     Sum total;
@@ -342,18 +366,17 @@ class FewMerger {
       }
       if constexpr (Results::kAppear) {
         // Until one is there, only that is asked for.
-        patience.wait_for(
-            [&] { return Results::columns(shape_, head_dim_v_, rows[0], column, values[0]); });
+        patience.wait_for([&] { return Results::numbers(shape_, rows[0], place, values[0]); });
       }
       patience.wait_for([&] {
         bool has_all = true;
 #pragma unroll
         for (int j = 0; j < kPartsInFlight; ++j) {
-          has_all &= Results::weighing(shape_, head_dim_v_, rows[j], column, weighings[j]);
+          has_all &= Results::weighing(shape_, rows[j], place, weighings[j]);
         }
 #pragma unroll
         for (int j = 0; j < kPartsInFlight; ++j) {
-          has_all &= Results::columns(shape_, head_dim_v_, rows[j], column, values[j]);
+          has_all &= Results::numbers(shape_, rows[j], place, values[j]);
         }
         return has_all;
       });
@@ -375,7 +398,8 @@ class FewMerger {
       for (int j = 0; j < kPartsInFlight; ++j) {
         const float weight = exp2_approximate(weighings[j].reference - reference);
         total.sum = fmaf(weight, weighings[j].sum, total.sum);
-        add_columns(total.columns, weight * weighings[j].scale, values[j]);
+        add_columns(total.columns, weight * Results::scale_of(weighings[j], first_place_),
+                    values[j]);
       }
     }
 #pragma unroll
@@ -387,7 +411,7 @@ class FewMerger {
       }
     }
 #pragma unroll
-    for (int lanes = 2; lanes < 2 * Results::kSumLanes; lanes *= 2) {
+    for (int lanes = 1; lanes < Results::kSumLanes; lanes *= 2) {
       total.sum += __shfl_xor_sync(~0u, total.sum, lanes);
     }
     return total;
@@ -432,7 +456,8 @@ class FewMerger {
     const float scale = inverse_sum(sum);
     const std::uint32_t pair = pack<Element>(low * scale, high * scale);
     const Target target = targets()[threadIdx.x / 32];
-    std::uint16_t* out = reinterpret_cast<std::uint16_t*>(target.out) + 2 * lane;
+    std::uint16_t* out =
+        reinterpret_cast<std::uint16_t*>(target.out) + Results::column(first_place_ + 2 * lane);
     if (shape_.out_is_aligned) {
       *reinterpret_cast<std::uint32_t*>(out) = pair;
     } else {
@@ -443,7 +468,6 @@ class FewMerger {
   }
 
   const CallShape& shape_;
-  std::int32_t head_dim_v_;
   const FewItems& items_;
   const CombineShared& shared_;
   std::int32_t num_merged_;
@@ -451,7 +475,7 @@ class FewMerger {
   std::int32_t* list_;  // slots of the row's partial results...
   std::int32_t count_ = 0;
   std::int32_t of_slot_ = 0;  // ...in each of which this is the query row
-  std::int32_t first_column_ = 0;
+  std::int32_t first_place_ = 0;
 };
 
 // --- Many query rows: a warp for each ------------------------------------------------------------
@@ -459,10 +483,9 @@ class FewMerger {
 template <class Element>
 class ManyMerger {
  public:
-  __device__ ManyMerger(const CallShape& shape, std::int32_t head_dim_v,
-                        const CombineShared& shared, std::int32_t num_merged)
+  __device__ ManyMerger(const CallShape& shape, const CombineShared& shared,
+                        std::int32_t num_merged)
       : shape_(shape),
-        head_dim_v_(head_dim_v),
         shared_(shared),
         items_(num_merged * query_rows_of_row(shape)),
         item_(blockIdx.x * kWarps + threadIdx.x / 32),
@@ -513,8 +536,8 @@ class ManyMerger {
             partial_index(shape_, list_[base + j], place_.kv_head, place_.query_row);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
-          WideResults::weighing(shape_, head_dim_v_, row, column(chunk), weighings[j][chunk]);
-          WideResults::columns(shape_, head_dim_v_, row, column(chunk), values[j][chunk]);
+          WideResults::weighing(shape_, row, column(chunk), weighings[j][chunk]);
+          WideResults::numbers(shape_, row, column(chunk), values[j][chunk]);
         }
       }
       float reference = total.reference;
@@ -557,7 +580,6 @@ class ManyMerger {
   }
 
   const CallShape& shape_;
-  std::int32_t head_dim_v_;
   const CombineShared& shared_;
   std::uint32_t items_, item_;
   std::int32_t* list_;  // slots of the row's partial results
@@ -567,7 +589,7 @@ class ManyMerger {
 
 template <class Element, class Results>
 __global__ void __launch_bounds__(kThreads, Results::kBlocks)
-    combine_kernel(const __grid_constant__ CallShape shape, std::int32_t head_dim_v,
+    combine_kernel(const __grid_constant__ CallShape shape,
                    const __grid_constant__ FewItems few_items) {
   extern __shared__ std::int32_t memory[];
   // The grid after this one waits for its end before it reads or writes anything.
@@ -580,18 +602,17 @@ __global__ void __launch_bounds__(kThreads, Results::kBlocks)
     ptx::wait_for_previous_grid();
     return;
   }
-  const std::int64_t items =
-      static_cast<std::int64_t>(num_merged) * Few::items_of_row(shape, head_dim_v);
+  const std::int64_t items = static_cast<std::int64_t>(num_merged) * Few::items_of_row(shape);
   const std::int64_t warps = std::int64_t{kWarps} * gridDim.x;
   if constexpr (std::is_same_v<Results, WideResults>) {
     if (items > warps) {
-      ManyMerger<Element>(shape, head_dim_v, shared, num_merged).run();
+      ManyMerger<Element>(shape, shared, num_merged).run();
       return;
     }
   }
   int team_log2 = 0;
   while ((2 << team_log2) <= kWarps && items << (team_log2 + 1) <= warps) ++team_log2;
-  Few(shape, head_dim_v, few_items, shared, num_merged, team_log2).run();
+  Few(shape, few_items, shared, num_merged, team_log2).run();
 }
 
 // --- merge_attention_states ----------------------------------------------------------------------
@@ -657,8 +678,7 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
 namespace {
 
 template <auto kKernel>
-cudaError_t launch(const CallShape& shape, std::int32_t head_dim_v, int blocks,
-                   cudaStream_t stream) {
+cudaError_t launch(const CallShape& shape, int blocks, cudaStream_t stream) {
   const cudaError_t error =
       allow_shared_memory<kKernel>(static_cast<int>(shared_bytes_of(select::kCudaMaxParts)));
   if (error != cudaSuccess) return error;
@@ -672,28 +692,26 @@ cudaError_t launch(const CallShape& shape, std::int32_t head_dim_v, int blocks,
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = 1;
-  const FewItems items{Divisor(head_dim_v / kFewColumns),
-                       Divisor(shape.num_heads_k * shape.query_rows), Divisor(shape.query_rows)};
-  return cudaLaunchKernelEx(&config, kKernel, shape, head_dim_v, items);
+  const FewItems items{Divisor(shape.num_heads_k * shape.query_rows), Divisor(shape.query_rows)};
+  return cudaLaunchKernelEx(&config, kKernel, shape, items);
 }
 
 template <class Element>
-cudaError_t launch_combine(const CallShape& shape, std::int32_t head_dim_v,
-                           std::int32_t num_multiprocessors, cudaStream_t stream) {
+cudaError_t launch_combine(const CallShape& shape, std::int32_t num_multiprocessors,
+                           cudaStream_t stream) {
   // Beside the blocks of the kernel for few query rows there is room for one.
-  return shape.warp_statistics != nullptr ? launch<combine_kernel<Element, NarrowResults>>(
-                                                shape, head_dim_v, num_multiprocessors, stream)
-                                          : launch<combine_kernel<Element, WideResults>>(
-                                                shape, head_dim_v, 2 * num_multiprocessors, stream);
+  return shape.warp_statistics != nullptr
+             ? launch<combine_kernel<Element, NarrowResults>>(shape, num_multiprocessors, stream)
+             : launch<combine_kernel<Element, WideResults>>(shape, 2 * num_multiprocessors, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_combine(const CallShape& shape, DType dtype, std::int32_t head_dim_v,
-                           std::int32_t num_multiprocessors, cudaStream_t stream) {
+cudaError_t launch_combine(const CallShape& shape, DType dtype, std::int32_t num_multiprocessors,
+                           cudaStream_t stream) {
   return dtype == DType::kBFloat16
-             ? launch_combine<__nv_bfloat16>(shape, head_dim_v, num_multiprocessors, stream)
-             : launch_combine<__half>(shape, head_dim_v, num_multiprocessors, stream);
+             ? launch_combine<__nv_bfloat16>(shape, num_multiprocessors, stream)
+             : launch_combine<__half>(shape, num_multiprocessors, stream);
 }
 
 cudaError_t launch_merge(const MergeProblem& problem, cudaStream_t stream) {

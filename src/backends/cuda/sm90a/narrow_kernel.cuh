@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "backends/cuda/common/entry_walk.cuh"
+#include "backends/cuda/common/first_reads.cuh"
 #include "backends/cuda/common/numeric.cuh"
-#include "backends/cuda/common/prefetch.cuh"
 #include "backends/cuda/mma/descriptor.cuh"
 #include "backends/cuda/mma/warpgroup_mma.cuh"
 #include "backends/cuda/ptx/barrier.cuh"
@@ -35,13 +35,13 @@ struct StagePosition {
 // --- Scout: the last warp ------------------------------------------------------------------------
 
 // The tile that the part begins with if plan, lengths and table are what the scout read before it
-// was allowed to.
+// was allowed to; no tokens: none, or the scout is not that far yet.
 template <class Traits>
 __device__ __forceinline__ Entry guessed_tile(const NarrowShared<Traits>& shared) {
   if (!ptx::mbarrier_test(ptx::shared_address(&shared.guessed), 0)) {
     return {Entry::kTile, 0, 0, 0, 0, 0};
   }
-  return {Entry::kTile, 0, shared.guess[0], shared.guess[1], 0, shared.guess[2]};
+  return {Entry::kTile, 0, shared.guess.row, shared.guess.block, 0, shared.guess.length};
 }
 
 template <class Traits>
@@ -50,71 +50,96 @@ class NarrowScout {
   __device__ __forceinline__ NarrowScout(const DecodeParams& params, NarrowShared<Traits>& shared)
       : params_(params), shared_(shared) {}
 
-  // Before the grid may read anything: what it will read first into L2, and a guess of where it
-  // begins. Whatever is found there leads to no other use.
+  // Before the grid may read anything: a guess of where it begins, and that tile into L2. Whatever
+  // is found there leads to no other use.
   __device__ __forceinline__ void look_ahead() {
-    prefetch_walk(params_, blockIdx.z);
+    const FirstReads first = read_first(params_, blockIdx.z);
     const EarlyLoad load;
-    const Part part = read_part(params_.shape, blockIdx.z, load);
-    if (part.begin_row > part.end_row) return;
-    const std::int32_t row = part.begin_row;
-    const std::int32_t length = row_length(params_.shape, row, load);
-    const Share share = share_of_row(part, row, length);
-    if (share.begin_block >= share.end_block) return;
+    part_ = first.part;
+    begin_length_ = first.length;
+    const bool has_rows = part_.begin_row <= part_.end_row;
+    const Share share = share_of_row(part_, part_.begin_row, begin_length_);
+    const bool has_tiles = has_rows && share.begin_block < share.end_block;
+    const Entry tile{Entry::kTile, 0, part_.begin_row, share.begin_block, 0, begin_length_};
     if (threadIdx.x % 32 == 0) {
-      shared_.guess[0] = row;
-      shared_.guess[1] = share.begin_block;
-      shared_.guess[2] = length;
+      shared_.guess = {has_tiles ? tile.row : 0, tile.block, has_tiles ? tile.length : 0};
       ptx::mbarrier_arrive(ptx::shared_address(&shared_.guessed));
     }
-    has_guessed_fragment_ = share.is_fragment();
-    const std::int32_t block = share.begin_block + threadIdx.x % 32;
-    if (boxes_of_slice(params_) == 1 && threadIdx.x % 32 < Traits::kPrefetchedTiles &&
-        block < share.end_block) {
-      const Entry tile{Entry::kTile, 0, row, block, 0, length};
-      prefetch_tile(params_, block, blockIdx.y, page_of_box(params_, tile, 0, load));
+    if (has_tiles && boxes_of_slice(params_) == 1) {
+      const std::int32_t page = first.page_of(params_, share.begin_block << kTileRowsLog2);
+      if (threadIdx.x % 32 == 0) prefetch_tile(params_, tile.block, blockIdx.y, page);
     }
+    if (!has_rows) {
+      part_ = {0, 0, 0, 0};
+      begin_length_ = 0;
+    }
+    end_length_ = part_.end_row == part_.begin_row ? begin_length_
+                                                   : row_length(params_.shape, part_.end_row, load);
   }
 
-  // Marks what the combine is to wait for as not written, and lets it begin.
+  // Marks what the combine is to wait for as not written, and lets it begin. By the guess, at once:
+  // what is asked for after the first tile, a fence too, comes after that.
   __device__ __forceinline__ void open_combine() const {
-    if (has_guessed_fragment_) clear_partial(2 * blockIdx.z);
     const CallShape& shape = params_.shape;
     const Part part = read_part(shape, blockIdx.z);
-    if (part.begin_row <= part.end_row) {
-#pragma unroll 1
-      for (int i = 0; i < (part.begin_row < part.end_row ? 2 : 1); ++i) {
-        const std::int32_t row = i == 0 ? part.begin_row : part.end_row;
-        if (i == 0 && has_guessed_fragment_) continue;
-        const Share share = share_of_row(part, row, row_length(shape, row));
-        if (share.is_fragment()) clear_partial(2 * blockIdx.z + i);
+    const std::int32_t begin_length = row_length(shape, part_.begin_row);
+    const std::int32_t end_length = row_length(shape, part_.end_row);
+    const int guessed = fragments(part_, begin_length_, end_length_);
+    clear_partials(guessed);
+    if (part.begin_row != part_.begin_row || part.begin_block != part_.begin_block ||
+        part.end_row != part_.end_row || part.end_block != part_.end_block ||
+        begin_length != begin_length_ || end_length != end_length_) {
+      if (part.begin_row <= part.end_row) {
+        clear_partials(
+            fragments(part, row_length(shape, part.begin_row), row_length(shape, part.end_row)) &
+            ~guessed);
       }
     }
-    ptx::fence_device();
-    __syncwarp();
+    // The results may now take the places of the marks.
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared_.opened));
     ptx::allow_next_grid();
   }
 
  private:
-  __device__ __forceinline__ void clear_partial(std::int32_t slot) const {
-    constexpr uint4 kMarks{kNotYet, kNotYet, kNotYet, kNotYet};
-    constexpr int kChunks = Traits::kHeadDimV / 8;
-    const CallShape& shape = params_.shape;
-    const std::int64_t first = partial_index(shape, slot, blockIdx.y, 0);
-    uint4* out = reinterpret_cast<uint4*>(shape.partial_out + first * Traits::kHeadDimV);
-    WarpStatistics* statistics = shape.warp_statistics + first * kPartialWarps;
-#pragma unroll 4
-    for (int i = threadIdx.x % 32; i < shape.query_rows * kChunks; i += 32) {
-      ptx::store_whole_16(out + i, kMarks);
+  // Which of its two slots the part uses, as bits.
+  static __device__ __forceinline__ int fragments(const Part& part, std::int32_t begin_length,
+                                                  std::int32_t end_length) {
+    int slots = share_of_row(part, part.begin_row, begin_length).is_fragment() ? 1 : 0;
+    if (part.begin_row < part.end_row &&
+        share_of_row(part, part.end_row, end_length).is_fragment()) {
+      slots |= 2;
     }
-    for (int i = threadIdx.x % 32; i < shape.query_rows * kPartialWarps; i += 32) {
-      ptx::store_whole_16(statistics + i, kMarks);
+    return slots;
+  }
+
+  __device__ __forceinline__ void clear_partials(int slots) const {
+    if (slots == 0) return;
+    const CallShape& shape = params_.shape;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      if ((slots >> i & 1) == 0) continue;
+      const std::int64_t first = partial_index(shape, 2 * blockIdx.z + i, blockIdx.y, 0);
+      set_marks(shape.partial_out + first * Traits::kHeadDimV,
+                shape.query_rows * (Traits::kHeadDimV / 8));
+      set_marks(shape.warp_statistics + first * kPartialWarps, shape.query_rows * kPartialWarps);
+    }
+    ptx::fence_device();
+    __syncwarp();
+  }
+
+  static __device__ __forceinline__ void set_marks(void* memory, int chunks) {
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < chunks; i += 32) {
+      ptx::store_whole_16(static_cast<uint4*>(memory) + i,
+                          uint4{kNotYet, kNotYet, kNotYet, kNotYet});
     }
   }
 
   const DecodeParams& params_;
   NarrowShared<Traits>& shared_;
-  bool has_guessed_fragment_ = false;  // the share of the row that the part probably begins with
+  // The guess: a part without blocks of row 0, if there is none.
+  Part part_{0, 0, 0, 0};
+  std::int32_t begin_length_ = 0, end_length_ = 0;
 };
 
 // --- Load: the warp before it --------------------------------------------------------------------
@@ -126,11 +151,12 @@ class NarrowLoader {
       : params_(params), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
-    // Read at once: the part, the length and the pages of the tile that it probably begins with.
+    // Asked for at once: the part, the length and the page of the tile that it probably begins
+    // with.
     const Entry guess = guessed_tile(shared_);
     const Pages guessed_pages = pages_of(guess);
     EntryWalk walk;
-    begin_walk(walk, params_.shape, blockIdx.z, guess.row);
+    begin_walk(walk, params_.shape, blockIdx.z, guess.row, [] {});
     Entry entry = next_tile(walk);
     const bool is_guess = entry.kind == Entry::kTile && entry.row == guess.row &&
                           entry.block == guess.block && entry.length == guess.length;
@@ -195,8 +221,7 @@ class NarrowCompute {
     // The queries of the row that the part probably begins with are asked for with the plan.
     const std::int32_t guess = guessed_tile(shared_).row;
     EntryWalk walk;
-    begin_walk(walk, params_.shape, blockIdx.z, guess);
-    load_queries(guess);
+    begin_walk(walk, params_.shape, blockIdx.z, guess, [&] { load_queries(guess); });
     for (;;) {
       const Entry entry = next_entry(walk, params_.shape);
       if (entry.kind == Entry::kEnd) return;
@@ -283,7 +308,7 @@ class NarrowCompute {
     store_probabilities(probabilities);
     ptx::fence_async_proxy();
     synchronise();
-    accumulate(is_first);
+    accumulate(is_first, (tile.detail & Entry::kLast) != 0);
     release();
   }
 
@@ -427,7 +452,8 @@ class NarrowCompute {
   }
 
   // accumulators (512 value columns, kQueryRows) += V^T (512, 64 tokens) * P^T (64 tokens, rows)
-  __device__ __forceinline__ void accumulate(bool is_first) {
+  // Meanwhile, of the row's last tile, the sums over the warp's tokens.
+  __device__ __forceinline__ void accumulate(bool is_first, bool is_last) {
     const std::uint64_t probabilities =
         mma::rows_descriptor(ptx::shared_address(shared_.probabilities));
     const std::uint64_t values = mma::columns_descriptor(tile_address(), Traits::kSliceBytes);
@@ -447,6 +473,7 @@ class NarrowCompute {
       }
     }
     ptx::wgmma_commit();
+    if (is_last) add_up_sums();
     ptx::wgmma_wait<0>();
 #pragma unroll
     for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
@@ -463,7 +490,7 @@ class NarrowCompute {
     position_.advance();
   }
 
-  __device__ __forceinline__ void finish_row(std::int32_t row, std::int32_t slot) {
+  __device__ __forceinline__ void add_up_sums() {
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
 #pragma unroll
@@ -471,6 +498,9 @@ class NarrowCompute {
         sum_[i] += __shfl_xor_sync(~0u, sum_[i], lanes);
       }
     }
+  }
+
+  __device__ __forceinline__ void finish_row(std::int32_t row, std::int32_t slot) {
     if (slot < 0) {
       finish_whole(row);
     } else {
@@ -493,7 +523,9 @@ class NarrowCompute {
     synchronise();
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) scale_accumulators(i, shared_.factor[column(i)]);
-    stage_rows<Element>();
+    stage_rows<Element>([&](int query_row, int slice) {
+      return staged(query_row, slice * 8 + 2 * warp_ + lane_ / 8 % 2);
+    });
     synchronise();
     constexpr int kChunks = Traits::kHeadDimV / 8;
 #pragma unroll 2
@@ -523,7 +555,10 @@ class NarrowCompute {
         __float_as_uint(fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]))))));
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) scale_accumulators(i, inverse_partial_scale(scale));
-    stage_rows<__half>();
+    stage_rows<__half>([&](int query_row, int slice) {
+      return staged_share(query_row, slice * 2 + lane_ / 8 % 2);
+    });
+    ptx::mbarrier_wait(ptx::shared_address(&shared_.opened), 0);
     if (lane_ < 4) {
       WarpStatistics* statistics = shape.warp_statistics + first * kPartialWarps + warp_;
 #pragma unroll
@@ -535,21 +570,24 @@ class NarrowCompute {
       }
     }
     __syncwarp();
-    // Two lanes write the 32 bytes of a query row in a slice; eight read from all banks.
-    uint4* out = reinterpret_cast<uint4*>(shape.partial_out + first * Traits::kHeadDimV);
-    const int chunk = 2 * warp_ + lane_ % 2;
+    // The warp's 128 columns of a query row lie together.
+    constexpr int kChunks = Traits::kHeadDimV / 8 / kPartialWarps;
+    constexpr int kCount = Traits::kQueryRows == 16 ? 8 : 4;
+    uint4* out = reinterpret_cast<uint4*>(shape.partial_out + first * Traits::kHeadDimV) +
+                 warp_ * kChunks + lane_ % kChunks;
 #pragma unroll 1
-    for (int query_row = lane_ / 2 % 4 * 2 + lane_ / 8 % 2 + lane_ / 16 * 8;
-         query_row < shape.query_rows; query_row += 16) {
-      uint4 values[Traits::kValueSlices];
+    for (int base = lane_ / kChunks; base < shape.query_rows; base += 2 * kCount) {
+      uint4 values[kCount];
 #pragma unroll
-      for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
-        values[slice] = ptx::load_shared_16(staged(query_row, slice * 8 + chunk));
+      for (int i = 0; i < kCount; ++i) {
+        values[i] = ptx::load_shared_16(staged_share(base + 2 * i, lane_ % kChunks));
       }
 #pragma unroll
-      for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
-        ptx::store_whole_16(out + query_row * (Traits::kHeadDimV / 8) + slice * 8 + chunk,
-                            values[slice]);
+      for (int i = 0; i < kCount; ++i) {
+        const int query_row = base + 2 * i;
+        if (query_row < shape.query_rows) {
+          ptx::store_whole_16(out + query_row * (Traits::kHeadDimV / 8), values[i]);
+        }
       }
     }
   }
@@ -573,17 +611,25 @@ class NarrowCompute {
            (query_row * (Traits::kHeadDimV / 8) + (chunk ^ (query_row & 7))) * 16;
   }
 
-  // The accumulators over the queries, as rows of 2-byte elements; a warp's where no other's are.
-  template <class Stored>
-  __device__ __forceinline__ void stage_rows() const {
+  // 16-byte chunk of this warp's share of the columns as it is staged there: those of one slice
+  // after those of the one before.
+  __device__ __forceinline__ std::uint32_t staged_share(int query_row, int chunk) const {
+    constexpr int kChunks = Traits::kHeadDimV / 8 / kPartialWarps;
+    return ptx::shared_address(shared_.query) +
+           ((warp_ * Traits::kQueryRows + query_row) * kChunks + (chunk ^ (query_row & 7))) * 16;
+  }
+
+  // The accumulators over the queries, as rows of 2-byte elements. address(query row, slice): where
+  // the lane's 16 bytes of them go.
+  template <class Stored, class Address>
+  __device__ __forceinline__ void stage_rows(const Address& address) const {
     const int query_row = lane_ / 16 * 8 + lane_ % 8;
 #pragma unroll
     for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
-      const int chunk = slice * 8 + 2 * warp_ + lane_ / 8 % 2;
 #pragma unroll
       for (int group = 0; group < Traits::kQueryRows / 16; ++group) {
         const float* a = accumulators_[slice] + 8 * group;
-        ptx::store_matrices_transposed(staged(query_row + 16 * group, chunk),
+        ptx::store_matrices_transposed(address(query_row + 16 * group, slice),
                                        pack<Stored>(a[0], a[1]), pack<Stored>(a[2], a[3]),
                                        pack<Stored>(a[4], a[5]), pack<Stored>(a[6], a[7]));
       }
@@ -632,6 +678,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::mbarrier_init(ptx::shared_address(&shared.empty[stage]), Traits::kEmptyArrivals);
     }
     ptx::mbarrier_init(ptx::shared_address(&shared.guessed), 1);
+    ptx::mbarrier_init(ptx::shared_address(&shared.opened), 1);
     ptx::fence_mbarrier_init();
   }
   __syncthreads();

@@ -30,8 +30,6 @@ struct NarrowTraits {
   // Two tiles are enough in flight, and leave room for a block of the combine to be resident.
   static constexpr int kStages = 2;
   static constexpr int kTileBytes = kSlices * kSliceBytes;
-  // Of a part, asked for before the block may read them.
-  static constexpr int kPrefetchedTiles = 2;
   // A lane of each compute warp says that it has let go of a stage.
   static constexpr int kEmptyArrivals = kComputeWarps * ptx::kArrivingLanes;
 
@@ -52,8 +50,11 @@ struct NarrowShared {  // at a multiple of 1024 bytes
   float factor[Traits::kQueryRows];
   std::uint64_t full[Traits::kStages];
   std::uint64_t empty[Traits::kStages];
-  std::uint64_t guessed;  // barrier: the scout has written...
-  std::int32_t guess[4];  // ...row, block and length of the tile that the part may begin with
+  std::uint64_t guessed;  // the scout has written `guess`
+  std::uint64_t opened;   // the scout has marked where results go
+  struct {
+    std::int32_t row, block, length;
+  } guess;  // of the tile that the part probably begins with
 };
 
 // Of 228 KB a multiprocessor; what is left holds blocks of the combine.
