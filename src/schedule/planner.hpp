@@ -34,6 +34,12 @@ inline constexpr std::int64_t kUnitsPerBlock = 8;
 
 using tuning::PlanModel;
 
+// n / d for n >= 0 and d > 0. A device divides 32 bits several times as fast as 64.
+FLASHMLA_HD constexpr std::int64_t quotient(std::int64_t n, std::int64_t d) {
+  return ((n | d) >> 32) == 0 ? static_cast<std::uint32_t>(n) / static_cast<std::uint32_t>(d)
+                              : n / d;
+}
+
 // Blocks of the plan in a row of `length` tokens; a negative length counts as none.
 FLASHMLA_HD constexpr std::int32_t blocks_of_length(std::int32_t length) {
   return length <= 0 ? 0 : (length - 1) / kBlockTokens + 1;
@@ -47,7 +53,7 @@ FLASHMLA_HD constexpr std::int64_t row_cost(std::int32_t blocks, std::int32_t ro
 // block at least: two cuts in one would leave a part empty).
 FLASHMLA_HD constexpr std::int64_t payload_units(std::int64_t total, std::int32_t num_parts,
                                                  const PlanModel& model) {
-  const std::int64_t share = (total + num_parts - 1) / num_parts;
+  const std::int64_t share = quotient(total + num_parts - 1, num_parts);
   const std::int64_t least = model.row_start_units + kUnitsPerBlock * model.least_blocks;
   return share > least ? share : least;
 }
@@ -79,11 +85,11 @@ FLASHMLA_HD constexpr EvenPlan even_plan(std::int32_t batch, std::int32_t num_pa
   const EvenPlan plan =
       batch < num_parts ? EvenPlan{1, num_parts / batch} : EvenPlan{(batch - 1) / num_parts + 1, 1};
   const std::int32_t shares = shares_of_row(most_blocks, plan.shares_per_row, model);
-  const std::int64_t blocks = (std::int64_t{most_blocks} + shares - 1) / shares;
+  const std::int64_t blocks = quotient(std::int64_t{most_blocks} + shares - 1, shares);
   const std::int64_t most = plan.rows_per_part * (model.row_start_units + kUnitsPerBlock * blocks);
   const std::int64_t parts_in_use = std::int64_t{(batch - 1) / plan.rows_per_part + 1} * shares;
-  const bool is_balanced =
-      most <= total / parts_in_use + kUnitsPerBlock && most <= payload + even_slack(payload);
+  const bool is_balanced = most <= quotient(total, parts_in_use) + kUnitsPerBlock &&
+                           most <= payload + even_slack(payload);
   return is_balanced ? plan : EvenPlan{0, 0};
 }
 
@@ -104,9 +110,9 @@ FLASHMLA_HD void write_even_part(std::int32_t* fields, std::int32_t part, std::i
   const std::int32_t share = part % plan.shares_per_row;
   if (share >= shares) return;
   fields[0] = row;
-  fields[1] = static_cast<std::int32_t>(std::int64_t{blocks} * share / shares);
+  fields[1] = static_cast<std::int32_t>(quotient(std::int64_t{blocks} * share, shares));
   fields[2] = last;
-  fields[3] = static_cast<std::int32_t>(std::int64_t{blocks} * (share + 1) / shares);
+  fields[3] = static_cast<std::int32_t>(quotient(std::int64_t{blocks} * (share + 1), shares));
   fields[4] = share;
 }
 
@@ -127,7 +133,7 @@ FLASHMLA_HD constexpr std::int32_t block_of_cut(std::int64_t inside, std::int32_
 // block 0.
 FLASHMLA_HD constexpr std::int64_t first_inner_cut(std::int64_t offset, std::int64_t payload,
                                                    std::int32_t row_start_units) {
-  return (offset + row_start_units) / payload + 1;
+  return quotient(offset + row_start_units, payload) + 1;
 }
 
 // How many parts walk blocks of a row (1 for an empty row). Cuts inside a row are at least a block
@@ -136,7 +142,8 @@ FLASHMLA_HD constexpr std::int32_t splits_of_row(std::int64_t offset, std::int32
                                                  std::int64_t payload,
                                                  std::int32_t row_start_units) {
   if (blocks <= 1) return 1;
-  const std::int64_t last = (offset + row_start_units + kUnitsPerBlock * (blocks - 1)) / payload;
+  const std::int64_t last =
+      quotient(offset + row_start_units + kUnitsPerBlock * (blocks - 1), payload);
   const std::int64_t first = first_inner_cut(offset, payload, row_start_units);
   return last < first ? 1 : static_cast<std::int32_t>(last - first) + 2;
 }

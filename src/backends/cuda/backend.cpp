@@ -253,8 +253,10 @@ Result<std::int32_t> num_parts(std::int32_t device, std::int64_t num_heads_per_h
 std::size_t workspace_bytes(const Problem& problem) {
   // One part walks every row whole.
   if (problem.num_parts <= 1) return 0;
+  const std::size_t statistics =
+      std::max(kPartialHalves * sizeof(PartialStatistics), kPartialWarps * sizeof(WarpStatistics));
   return static_cast<std::size_t>(partial_rows(problem)) *
-         (problem.head_dim_v * sizeof(std::uint16_t) + kPartialHalves * sizeof(PartialStatistics));
+         (problem.head_dim_v * sizeof(std::uint16_t) + statistics);
 }
 
 Status plan(const PlanProblem& problem, void* stream) {
@@ -272,13 +274,18 @@ Status decode(const Problem& problem, const select::KernelRow& kernel, void* wor
   if (guard.error() != cudaSuccess) return cuda_failure("cudaSetDevice", guard.error());
   DecodeParams params{};
   if (Status status = fill_params(params, problem, kernel, workspace); !status.ok()) return status;
+  // The kernels for few query rows have statistics of their own.
+  if (kernel.max_query_rows > 0) {
+    params.shape.warp_statistics =
+        reinterpret_cast<WarpStatistics*>(params.shape.partial_statistics);
+  }
   cudaError_t error = kLaunches[kernel.index](params, static_cast<cudaStream_t>(stream));
   if (error != cudaSuccess) return cuda_failure(kernel.name.data(), error);
   if (problem.num_parts == 1) return {};
   const Result<std::int32_t> multiprocessors =
       attribute(problem.device.index, cudaDevAttrMultiProcessorCount);
   if (!multiprocessors.ok()) return multiprocessors.status();
-  error = launch_combine(params.shape, problem.dtype, problem.head_dim_v, multiprocessors.value(),
+  error = launch_combine(params.shape, problem.dtype, multiprocessors.value(),
                          static_cast<cudaStream_t>(stream));
   return error == cudaSuccess ? Status() : cuda_failure("combine", error);
 }

@@ -1,22 +1,25 @@
 // The merge of rows that several parts walked, and merge_attention_states.
 #include <cstdint>
+#include <type_traits>
 
 #include "backends/cuda/common/numeric.cuh"
 #include "backends/cuda/common/shared_memory.cuh"
 #include "backends/cuda/common/walk.cuh"
 #include "backends/cuda/kernels.hpp"
 #include "backends/cuda/ptx/launch.cuh"
+#include "backends/cuda/ptx/memory.cuh"
 #include "select/select.hpp"
-#include "tuning/plan.hpp"
 
 namespace flashmla::cuda {
 namespace {
 
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
-// Registers for three blocks a multiprocessor: then there is room for one beside a block of the
-// attention kernel for few query rows.
-constexpr int kBlocks = 3;
+constexpr std::int32_t kHeadDimV = 512;
+#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows) \
+  static_assert(head_dim_v == kHeadDimV);
+#include "backends/cuda/kernels.inc"
+#undef FLASHMLA_CUDA_KERNEL
 constexpr int kLaneColumns = 8;  // 16 bytes of a partial result
 
 // Shared memory of a combine block, ints. Everything is indexed by slot of the partial results.
@@ -37,18 +40,27 @@ __device__ CombineShared carve(std::int32_t* memory, std::int32_t num_parts) {
 // which some part walks the first block and not all.
 __device__ std::int32_t list_fragments(const CallShape& shape, const CombineShared& shared) {
   __shared__ std::int32_t warp_count[kWarps];
+  __shared__ std::int32_t row_lengths[kThreads];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  // Of few rows the lengths are asked for together with the plan.
+  const bool has_lengths = shape.batch <= kThreads;
+  const std::int32_t my_length =
+      row_length(shape, min(static_cast<std::int32_t>(threadIdx.x), shape.batch - 1));
+  const auto length_of = [&](std::int32_t row) {
+    return has_lengths ? row_lengths[row] : row_length(shape, row);
+  };
   std::int32_t listed = 0;
   for (std::int32_t base = 0; base < shape.num_parts; base += kThreads) {
     const std::int32_t index = base + threadIdx.x;
     std::int32_t rows[2] = {-1, -1};  // of which the part leaves a fragment
     bool is_first[2] = {false, false};
+    const Part part = read_part(shape, min(index, shape.num_parts - 1));
+    if (base == 0) row_lengths[threadIdx.x] = my_length;
+    __syncthreads();
     if (index < shape.num_parts) {
-      const Part part = read_part(shape, index);
       if (part.begin_row <= part.end_row) {
         const std::int32_t candidates[2] = {part.begin_row, part.end_row};
-        const std::int32_t lengths[2] = {row_length(shape, part.begin_row),
-                                         row_length(shape, part.end_row)};
+        const std::int32_t lengths[2] = {length_of(part.begin_row), length_of(part.end_row)};
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           if (i == 1 && part.begin_row == part.end_row) continue;
@@ -81,205 +93,478 @@ __device__ std::int32_t list_fragments(const CallShape& shape, const CombineShar
 // Slots of the fragments of a row, in slot order, into this warp's list.
 __device__ std::int32_t list_slots(const CallShape& shape, const CombineShared& shared,
                                    std::int32_t row, std::int32_t* list) {
+  constexpr int kAtOnce = 4;
   const int lane = threadIdx.x % 32;
   std::int32_t count = 0;
-  for (std::int32_t base = 0; base < 2 * shape.num_parts; base += 32) {
-    const std::int32_t slot = base + lane;
-    const bool match = slot < 2 * shape.num_parts && shared.fragment_row[slot] == row;
-    const std::uint32_t lanes = __ballot_sync(~0u, match);
-    if (match) list[count + __popc(lanes & ((1u << lane) - 1))] = slot;
-    count += __popc(lanes);
+#pragma unroll 1
+  for (std::int32_t base = lane; base - lane < 2 * shape.num_parts; base += 32 * kAtOnce) {
+    bool match[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const std::int32_t slot = base + 32 * i;
+      match[i] = slot < 2 * shape.num_parts && shared.fragment_row[slot] == row;
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const std::uint32_t lanes = __ballot_sync(~0u, match[i]);
+      if (match[i]) list[count + __popc(lanes & ((1u << lane) - 1))] = base + 32 * i;
+      count += __popc(lanes);
+    }
   }
   __syncwarp();
   return count;
 }
 
-// A sum over parts in progress, relative to the largest lse so far.
+// --- What a merge reads of a part ----------------------------------------------------------------
+
+// A part's result is columns * scale / sum, relative to 2^reference, as is its sum.
+struct Weighing {
+  float reference = kNoReference;
+  float sum = 0.0f;
+  float scale = 0.0f;
+};
+
+// Results are read by lanes that hold eight neighbouring numbers each, of one query row. place: of
+// the first of them in its row; row: partial_index(). What reads says whether it was there.
+
+// Of the kernel for any number of query rows, whose grid must have ended.
+struct WideResults {
+  static constexpr bool kAppear = false;
+  static constexpr int kBlocks = 3;    // for which there are registers in a multiprocessor
+  static constexpr int kSumLanes = 1;  // neighbouring lanes over which the sum is spread
+
+  static __device__ bool weighing(const CallShape& shape, std::int64_t row, std::int32_t place,
+                                  Weighing& to) {
+    const int half = place / (kHeadDimV / kPartialHalves);
+    // As one access.
+    const float2 words =
+        *reinterpret_cast<const float2*>(shape.partial_statistics + row * kPartialHalves + half);
+    const PartialStatistics statistics{words.x, words.y};
+    to = Weighing{};
+    // A part that saw no token has lse +inf.
+    if (statistics.lse != kInfinity) to = {statistics.lse * kLog2E, 1.0f, statistics.scale};
+    return true;
+  }
+  static __device__ bool numbers(const CallShape& shape, std::int64_t row, std::int32_t place,
+                                 uint4& to) {
+    to = *reinterpret_cast<const uint4*>(shape.partial_out + row * kHeadDimV + place);
+    return true;
+  }
+  static __device__ float scale_of(const Weighing& weighing, std::int32_t) {
+    return weighing.scale;
+  }
+  static __device__ std::int32_t column(std::int32_t place) { return place; }
+};
+
+// Of the kernel for few query rows. They appear while it runs; it cleared their places before this
+// grid began. A warp's columns lie together, and each lane has the statistics of another warp.
+struct NarrowResults {
+  static constexpr bool kAppear = true;
+  // 128 registers at most, of which there are 112 beside a block of attention.
+  static constexpr int kBlocks = 2;
+  static constexpr int kSumLanes = kPartialWarps;
+  static constexpr std::int32_t kWarpColumns = kHeadDimV / kPartialWarps;
+
+  static __device__ bool weighing(const CallShape& shape, std::int64_t row, std::int32_t place,
+                                  Weighing& to) {
+    const uint4 words = ptx::load_whole_16(shape.warp_statistics + row * kPartialWarps +
+                                           place / kLaneColumns % kPartialWarps);
+    to = {__uint_as_float(words.x), __uint_as_float(words.y), __uint_as_float(words.z)};
+    return words.w != kNotYet;
+  }
+  static __device__ bool numbers(const CallShape& shape, std::int64_t row, std::int32_t place,
+                                 uint4& to) {
+    to = ptx::load_whole_16(shape.partial_out + row * kHeadDimV + place);
+    return to.x != kNotYet;
+  }
+  static __device__ float scale_of(const Weighing& weighing, std::int32_t place) {
+    return __shfl_sync(~0u, weighing.scale, place / kWarpColumns, kPartialWarps);
+  }
+  static __device__ std::int32_t column(std::int32_t place) {
+    return place % kWarpColumns / 16 * (16 * kPartialWarps) + place / kWarpColumns * 16 +
+           place % 16;
+  }
+};
+
+// Waits for results, or for the end of the grid that writes them.
+template <class Results>
+class Patience {
+ public:
+  // read() reads what this lane waits for and says whether it was there; the warp waits together.
+  template <class Read>
+  __device__ __forceinline__ void wait_for(const Read& read) {
+    for (;;) {
+      const bool has_all = read();
+      if (!Results::kAppear || __all_sync(~0u, has_all) || attempts_ == 0) return;
+      if (--attempts_ == 0) ptx::wait_for_previous_grid();
+      __nanosleep(40);
+    }
+  }
+  __device__ __forceinline__ void wait_for_end() {
+    if (attempts_ > 0) ptx::wait_for_previous_grid();
+    attempts_ = 0;
+  }
+
+ private:
+  int attempts_ = 1000;  // then it is cheaper to wait for the end
+};
+
+// Adds eight columns of a part of this weight.
+__device__ __forceinline__ void add_columns(float* sums, float weight, const uint4& values) {
+  const std::uint32_t words[4] = {values.x, values.y, values.z, values.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+    sums[2 * i] = fmaf(weight, pair.x, sums[2 * i]);
+    sums[2 * i + 1] = fmaf(weight, pair.y, sums[2 * i + 1]);
+  }
+}
+
+// A lane's sum over parts in progress, relative to 2^reference.
 template <int kColumns>
 struct Merged {
-  float largest = -kInfinity;
+  float reference = kNoReference;
   float sum = 0.0f;
   float columns[kColumns] = {};
 
-  __device__ void raise(float new_largest) {
-    const float scale =
-        largest == -kInfinity ? 0.0f : exp2_approximate((largest - new_largest) * kLog2E);
-    largest = new_largest;
+  __device__ __forceinline__ void raise(float new_reference) {
+    const float scale = exp2_approximate(reference - new_reference);
+    reference = new_reference;
     sum *= scale;
 #pragma unroll
     for (int i = 0; i < kColumns; ++i) columns[i] *= scale;
   }
-  // Eight columns from kFirst on of a part of this weight.
-  template <int kFirst>
-  __device__ void add(float weight, const uint4& values) {
-    const std::uint32_t words[4] = {values.x, values.y, values.z, values.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
-      columns[kFirst + 2 * i] = fmaf(weight, pair.x, columns[kFirst + 2 * i]);
-      columns[kFirst + 2 * i + 1] = fmaf(weight, pair.y, columns[kFirst + 2 * i + 1]);
-    }
-  }
-  __device__ void add(Merged other) {
-    raise(fmaxf(largest, other.largest));
-    other.raise(largest);
-    sum += other.sum;
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) columns[i] += other.columns[i];
-  }
-  // Adds up what this lane and the one that differs in `lanes` hold.
-  __device__ void exchange(int lanes) {
-    raise(fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes)));
-    sum += __shfl_xor_sync(~0u, sum, lanes);
-#pragma unroll
-    for (int i = 0; i < kColumns; ++i) columns[i] += __shfl_xor_sync(~0u, columns[i], lanes);
-  }
 };
 
-// An item of work is some columns of one query row of one merged row. A team of warps shares its
-// parts, and so do groups of kGroupLanes lanes of a warp; a lane has kChunks chunks of 8 columns,
-// each in a half of its own if there are two. All that a lane reads of kPartsInFlight parts is
-// asked for at once.
-template <class Element, int kGroupLanes, int kChunks, int kPartsInFlight>
-class Merger {
- public:
-  // Number of items of one merged row.
-  static __device__ std::uint32_t items_of_row(const CallShape& shape, std::int32_t head_dim_v) {
-    return shape.num_heads_k * shape.query_rows * pieces(head_dim_v);
-  }
+// A query row of a row that several parts walked.
+struct Place {
+  std::int32_t row = -1;  // of the batch; -1: none
+  std::int32_t kv_head = 0;
+  std::int32_t query_row = 0;
+};
 
-  __device__ Merger(const CallShape& shape, std::int32_t head_dim_v, const CombineShared& shared,
-                    std::int32_t num_merged, int team_warps)
+// How the items of FewMerger are numbered.
+struct FewItems {
+  Divisor of_row;      // query rows of all key/value heads
+  Divisor of_kv_head;  // query rows
+};
+
+__device__ __forceinline__ std::uint32_t query_rows_of_row(const CallShape& shape) {
+  return shape.num_heads_k * shape.query_rows;
+}
+
+// --- Few query rows: a team of warps for 64 columns of one ---------------------------------------
+
+// A lane has 8 columns of its team's item, for one part in four of its warp's. All that it reads is
+// asked for at once.
+template <class Element, class Results>
+class FewMerger {
+ public:
+  static constexpr int kItemColumns = 64;
+  static constexpr std::uint32_t kPieces = kHeadDimV / kItemColumns;  // of a query row
+
+  __device__ FewMerger(const CallShape& shape, const FewItems& items, const CombineShared& shared,
+                       std::int32_t num_merged, int team_log2)
       : shape_(shape),
-        head_dim_v_(head_dim_v),
+        items_(items),
         shared_(shared),
         num_merged_(num_merged),
-        team_warps_(team_warps),
+        team_log2_(team_log2),
         list_(shared.slots + threadIdx.x / 32 * shape.num_parts) {
-    advance(blockIdx.x * (kWarps / team_warps));
+    locate(blockIdx.x * (kWarps >> team_log2));
+  }
+
+  // Number of items of one merged row.
+  static __device__ std::uint32_t items_of_row(const CallShape& shape) {
+    return query_rows_of_row(shape) * kPieces;
+  }
+
+  __device__ void run() {
+    Patience<Results> patience;
+    if constexpr (!Results::kAppear) patience.wait_for_end();
+    const std::int32_t teams = kWarps >> team_log2_;
+    const std::int32_t items = num_merged_ * items_of_row(shape_);
+    for (std::int32_t first = blockIdx.x * teams; first < items;) {
+      publish(sum_of_parts(patience));
+      __syncthreads();
+      if (threadIdx.x / 32 % team_warps() == 0 && count_ > 0) write();
+      first += gridDim.x * teams;
+      if (first >= items) break;
+      __syncthreads();
+      locate(first);
+    }
+    patience.wait_for_end();
+  }
+
+ private:
+  static constexpr int kGroupLanes = kItemColumns / kLaneColumns;
+  static constexpr int kGroups = 32 / kGroupLanes;
+  static constexpr int kPartsInFlight = 5;
+  using Sum = Merged<kLaneColumns>;
+
+  __device__ __forceinline__ int team_warps() const { return 1 << team_log2_; }
+
+  // Finds the team's item among those from `first` on, and the slots of its parts.
+  __device__ __forceinline__ void locate(std::int32_t first) {
+    const std::int32_t item = first + (threadIdx.x / 32 >> team_log2_);
+    const std::int32_t query_row = static_cast<std::uint32_t>(item) / kPieces;
+    const std::int32_t merged = items_.of_row.quotient(query_row);
+    count_ = 0;
+    if (merged >= num_merged_) return;
+    const std::int32_t row = shared_.merged[merged];
+    count_ = list_slots(shape_, shared_, row, list_);
+    first_place_ = static_cast<std::uint32_t>(item) % kPieces * kItemColumns;
+    of_slot_ = query_row - merged * items_.of_row.divisor;
+    if (threadIdx.x % 32 == 0) {
+      const std::int32_t kv_head = items_.of_kv_head.quotient(of_slot_);
+      const QueryRow query =
+          query_row_at(shape_, kv_head, of_slot_ - kv_head * items_.of_kv_head.divisor);
+      Target& target = targets()[threadIdx.x / 32];
+      target.out = static_cast<Element*>(shape_.out) + out_offset(shape_, row, query);
+      target.lse = first_place_ == 0 ? lse_at(shape_, row, query) : nullptr;
+    }
+    __syncwarp();
+  }
+
+  // Where a warp's item goes; no lse but with the first columns.
+  struct Target {
+    Element* out;
+    float* lse;
+  };
+  static __device__ Target* targets() {
+    __shared__ Target of_warps[kWarps];
+    return of_warps;
+  }
+
+  // What a warp has summed up, of all of an item's columns.
+  struct Member {
+    alignas(8) float columns[kItemColumns];
+    float reference, sum;
+  };
+  static __device__ Member* members() {
+    __shared__ Member of_warps[kWarps];
+    return of_warps;
+  }
+
+  // In the lanes of the first group, the sum over the warp's parts.
+  __device__ Sum sum_of_parts(Patience<Results>& patience) const {
+    const int lane = threadIdx.x % 32;
+    const std::int32_t place = first_place_ + lane % kGroupLanes * kLaneColumns;
+    const int step = team_warps() * kGroups;
+    const int first = threadIdx.x / 32 % team_warps() * kGroups + lane / kGroupLanes;
+    Sum total;
+#pragma unroll 1
+    for (std::int32_t base = 0; base < count_; base += step * kPartsInFlight) {
+      std::int32_t rows[kPartsInFlight];
+      Weighing weighings[kPartsInFlight];
+      uint4 values[kPartsInFlight];
+#pragma unroll
+      for (int j = 0; j < kPartsInFlight; ++j) {
+        rows[j] = list_[min(base + first + j * step, count_ - 1)] *
+                      static_cast<std::int32_t>(query_rows_of_row(shape_)) +
+                  of_slot_;
+      }
+      if constexpr (Results::kAppear) {
+        // Until one is there, only that is asked for.
+        patience.wait_for([&] { return Results::numbers(shape_, rows[0], place, values[0]); });
+      }
+      patience.wait_for([&] {
+        bool has_all = true;
+#pragma unroll
+        for (int j = 0; j < kPartsInFlight; ++j) {
+          has_all &= Results::weighing(shape_, rows[j], place, weighings[j]);
+        }
+#pragma unroll
+        for (int j = 0; j < kPartsInFlight; ++j) {
+          has_all &= Results::numbers(shape_, rows[j], place, values[j]);
+        }
+        return has_all;
+      });
+#pragma unroll
+      for (int j = 0; j < kPartsInFlight; ++j) {
+        if (base + first + j * step >= count_) weighings[j] = Weighing{};
+      }
+      float reference = total.reference;
+#pragma unroll
+      for (int j = 0; j < kPartsInFlight; ++j) {
+        reference = fmaxf(reference, weighings[j].reference);
+      }
+#pragma unroll
+      for (int lanes = kGroupLanes; lanes < 32; lanes *= 2) {
+        reference = fmaxf(reference, __shfl_xor_sync(~0u, reference, lanes));
+      }
+      total.raise(reference);
+#pragma unroll
+      for (int j = 0; j < kPartsInFlight; ++j) {
+        const float weight = exp2_approximate(weighings[j].reference - reference);
+        total.sum = fmaf(weight, weighings[j].sum, total.sum);
+        add_columns(total.columns, weight * Results::scale_of(weighings[j], first_place_),
+                    values[j]);
+      }
+    }
+#pragma unroll
+    for (int lanes = kGroupLanes; lanes < 32; lanes *= 2) {
+      total.sum += __shfl_xor_sync(~0u, total.sum, lanes);
+#pragma unroll
+      for (int i = 0; i < kLaneColumns; ++i) {
+        total.columns[i] += __shfl_xor_sync(~0u, total.columns[i], lanes);
+      }
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < Results::kSumLanes; lanes *= 2) {
+      total.sum += __shfl_xor_sync(~0u, total.sum, lanes);
+    }
+    return total;
+  }
+
+  __device__ void publish(const Sum& total) const {
+    const int lane = threadIdx.x % 32;
+    Member& member = members()[threadIdx.x / 32];
+    if (lane == 0) {
+      member.reference = total.reference;
+      member.sum = total.sum;
+    }
+    if (lane < kGroupLanes) {
+#pragma unroll
+      for (int i = 0; i < kLaneColumns; ++i) {
+        member.columns[lane * kLaneColumns + i] = total.columns[i];
+      }
+    }
+  }
+
+  // The sum over the team's warps; a lane has two columns.
+  __device__ void write() const {
+    const Member* team = members() + threadIdx.x / 32;
+    const int lane = threadIdx.x % 32;
+    float weights[kWarps], reference = kNoReference;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) {
+      weights[i] = i < team_warps() ? team[i].reference : -kInfinity;
+      reference = fmaxf(reference, weights[i]);
+    }
+    float sum = 0.0f, low = 0.0f, high = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kWarps; ++i) {
+      // Past the team's warps the weight is 0.
+      const Member& member = team[i < team_warps() ? i : 0];
+      const float weight = exp2_approximate(weights[i] - reference);
+      const float2 columns = reinterpret_cast<const float2*>(member.columns)[lane];
+      sum = fmaf(weight, member.sum, sum);
+      low = fmaf(weight, columns.x, low);
+      high = fmaf(weight, columns.y, high);
+    }
+    const float scale = inverse_sum(sum);
+    const std::uint32_t pair = pack<Element>(low * scale, high * scale);
+    const Target target = targets()[threadIdx.x / 32];
+    std::uint16_t* out =
+        reinterpret_cast<std::uint16_t*>(target.out) + Results::column(first_place_ + 2 * lane);
+    if (shape_.out_is_aligned) {
+      *reinterpret_cast<std::uint32_t*>(out) = pair;
+    } else {
+      out[0] = static_cast<std::uint16_t>(pair);
+      out[1] = static_cast<std::uint16_t>(pair >> 16);
+    }
+    if (lane == 0 && target.lse != nullptr) *target.lse = natural_lse(reference, sum);
+  }
+
+  const CallShape& shape_;
+  const FewItems& items_;
+  const CombineShared& shared_;
+  std::int32_t num_merged_;
+  int team_log2_;       // of its warps, which divide kWarps
+  std::int32_t* list_;  // slots of the row's partial results...
+  std::int32_t count_ = 0;
+  std::int32_t of_slot_ = 0;  // ...in each of which this is the query row
+  std::int32_t first_place_ = 0;
+};
+
+// --- Many query rows: a warp for each ------------------------------------------------------------
+
+template <class Element>
+class ManyMerger {
+ public:
+  __device__ ManyMerger(const CallShape& shape, const CombineShared& shared,
+                        std::int32_t num_merged)
+      : shape_(shape),
+        shared_(shared),
+        items_(num_merged * query_rows_of_row(shape)),
+        item_(blockIdx.x * kWarps + threadIdx.x / 32),
+        list_(shared.slots + threadIdx.x / 32 * shape.num_parts) {
     locate();
   }
 
   // Reads the partial results; what stands before follows from the plan alone.
   __device__ void run() {
-    while (first_.merged < num_merged_) {
-      const Sum sum = sum_of_parts();
-      const bool is_leader = threadIdx.x / 32 % team_warps_ == 0;
-      if (is_leader && threadIdx.x % 32 < kGroupLanes && row_ >= 0) write(sum);
-      advance(gridDim.x * (kWarps / team_warps_));
+    ptx::wait_for_previous_grid();
+    while (place_.row >= 0) {
+      write(sum_of_parts());
+      item_ += gridDim.x * kWarps;
       locate();
     }
   }
 
  private:
+  static constexpr int kChunks = 2;  // of 8 columns, one in each half
+  static constexpr int kPartsInFlight = 2;
   using Sum = Merged<kChunks * kLaneColumns>;
-  static constexpr int kItemChunks = kGroupLanes * kChunks;
-  static constexpr int kGroups = 32 / kGroupLanes;
 
-  // Where an item stands: one of so many of a merged row.
-  struct Item {
-    std::int32_t merged = 0;
-    std::uint32_t of_row = 0;
-  };
-
-  static __device__ std::int32_t pieces(std::int32_t head_dim_v) {
-    return head_dim_v / (kItemChunks * kLaneColumns);
-  }
-
-  __device__ Item further(Item item, std::uint32_t items) const {
-    const std::uint32_t of_row = items_of_row(shape_, head_dim_v_);
-    item.of_row += items;
-    item.merged += item.of_row / of_row;
-    item.of_row %= of_row;
-    return item;
-  }
-  __device__ void advance(std::uint32_t items) { first_ = further(first_, items); }
-
-  // Finds this team's item among those that begin at first_, and the slots of its parts.
   __device__ void locate() {
-    const Item item = further(first_, threadIdx.x / 32 / team_warps_);
-    if (item.merged >= num_merged_) {
-      row_ = -1;
-      count_ = 0;
-      return;
-    }
-    piece_ = item.of_row % pieces(head_dim_v_);
-    const std::uint32_t query_row = item.of_row / pieces(head_dim_v_);
-    kv_head_ = query_row / shape_.query_rows;
-    query_row_ = query_row % shape_.query_rows;
-    const std::int32_t row = shared_.merged[item.merged];
-    if (row == row_) return;
-    row_ = row;
-    count_ = list_slots(shape_, shared_, row, list_);
+    const std::int32_t row_before = place_.row;
+    place_.row = -1;
+    if (item_ >= items_) return;
+    const std::uint32_t of_row = item_ % query_rows_of_row(shape_);
+    place_.row = shared_.merged[item_ / query_rows_of_row(shape_)];
+    place_.kv_head = of_row / shape_.query_rows;
+    place_.query_row = of_row % shape_.query_rows;
+    if (place_.row != row_before) count_ = list_slots(shape_, shared_, place_.row, list_);
   }
 
-  // First column of a chunk of this lane.
-  __device__ std::int32_t column(int chunk) const {
-    return (piece_ * kItemChunks + chunk * kGroupLanes + threadIdx.x % kGroupLanes) * kLaneColumns;
+  static __device__ std::int32_t column(int chunk) {
+    return (chunk * 32 + threadIdx.x % 32) * kLaneColumns;
   }
 
-  // In the leading warp of the team, the sum over all parts.
   __device__ Sum sum_of_parts() const {
-    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-    const int step = team_warps_ * kGroups;
     Sum total;
 #pragma unroll 1
-    for (std::int32_t base = warp % team_warps_ * kGroups + lane / kGroupLanes; base < count_;
-         base += step * kPartsInFlight) {
-      PartialStatistics statistics[kPartsInFlight][kChunks];
+    for (std::int32_t base = 0; base < count_; base += kPartsInFlight) {
+      Weighing weighings[kPartsInFlight][kChunks];
       uint4 values[kPartsInFlight][kChunks];
 #pragma unroll
       for (int j = 0; j < kPartsInFlight; ++j) {
-        statistics[j][0].lse = kInfinity;
-        if (base + j * step >= count_) continue;
-        const std::int64_t index =
-            partial_index(shape_, list_[base + j * step], kv_head_, query_row_);
+        if (base + j >= count_) continue;
+        const std::int64_t row =
+            partial_index(shape_, list_[base + j], place_.kv_head, place_.query_row);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
-          const int half = column(chunk) / (head_dim_v_ / kPartialHalves);
-          statistics[j][chunk] = shape_.partial_statistics[index * kPartialHalves + half];
-          values[j][chunk] = *reinterpret_cast<const uint4*>(shape_.partial_out +
-                                                             index * head_dim_v_ + column(chunk));
+          WideResults::weighing(shape_, row, column(chunk), weighings[j][chunk]);
+          WideResults::numbers(shape_, row, column(chunk), values[j][chunk]);
         }
       }
-      // A part that saw no token has lse +inf, and is left out.
-      float largest = total.largest;
+      float reference = total.reference;
 #pragma unroll
       for (int j = 0; j < kPartsInFlight; ++j) {
-        if (statistics[j][0].lse != kInfinity) largest = fmaxf(largest, statistics[j][0].lse);
+        reference = fmaxf(reference, weighings[j][0].reference);
       }
-      total.raise(largest);
+      total.raise(reference);
 #pragma unroll
       for (int j = 0; j < kPartsInFlight; ++j) {
-        if (statistics[j][0].lse == kInfinity) continue;
-        const float weight = exp2_approximate((statistics[j][0].lse - largest) * kLog2E);
-        total.sum += weight;
-        total.template add<0>(weight * statistics[j][0].scale, values[j][0]);
-        if constexpr (kChunks == 2) {
-          total.template add<kLaneColumns>(weight * statistics[j][1].scale, values[j][1]);
-        }
-      }
-    }
+        if (base + j >= count_) continue;
+        const float weight = exp2_approximate(weighings[j][0].reference - reference);
+        total.sum = fmaf(weight, weighings[j][0].sum, total.sum);
 #pragma unroll
-    for (int lanes = kGroupLanes; lanes < 32; lanes *= 2) total.exchange(lanes);
-    if constexpr (kGroupLanes < 32) {
-      if (team_warps_ > 1) {
-        __shared__ Sum members[kWarps][kGroupLanes];
-        if (lane < kGroupLanes) members[warp][lane] = total;
-        __syncthreads();
-        if (warp % team_warps_ == 0 && lane < kGroupLanes) {
-          for (int i = 1; i < team_warps_; ++i) total.add(members[warp + i][lane]);
+        for (int chunk = 0; chunk < kChunks; ++chunk) {
+          add_columns(total.columns + chunk * kLaneColumns, weight * weighings[j][chunk].scale,
+                      values[j][chunk]);
         }
-        __syncthreads();
       }
     }
     return total;
   }
 
   __device__ void write(const Sum& total) const {
-    const QueryRow query = query_row_at(shape_, kv_head_, query_row_);
+    const QueryRow query = query_row_at(shape_, place_.kv_head, place_.query_row);
     const float scale = inverse_sum(total.sum);
-    Element* out = static_cast<Element*>(shape_.out) + out_offset(shape_, row_, query);
+    Element* out = static_cast<Element*>(shape_.out) + out_offset(shape_, place_.row, query);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const float* columns = total.columns + chunk * kLaneColumns;
@@ -289,48 +574,45 @@ class Merger {
                             pack<Element>(columns[6] * scale, columns[7] * scale)};
       store_row_chunk(out + column(chunk), packed, shape_.out_is_aligned);
     }
-    if (column(0) == 0) {
-      *lse_at(shape_, row_, query) =
-          total.sum == 0.0f ? kInfinity : total.largest + log2_approximate(total.sum) * kLn2;
+    if (threadIdx.x % 32 == 0) {
+      *lse_at(shape_, place_.row, query) = natural_lse(total.reference, total.sum);
     }
   }
 
   const CallShape& shape_;
-  std::int32_t head_dim_v_;
   const CombineShared& shared_;
-  std::int32_t num_merged_;
-  int team_warps_;      // divides kWarps; 1 where groups are whole warps
-  std::int32_t* list_;  // slots of row_'s partial results
-  Item first_;          // of the block's first team
-  std::int32_t row_ = -1, count_ = 0;
-  std::int32_t piece_ = 0, query_row_ = 0, kv_head_ = 0;
+  std::uint32_t items_, item_;
+  std::int32_t* list_;  // slots of the row's partial results
+  Place place_;
+  std::int32_t count_ = 0;
 };
 
-template <class Element>
-__global__ void __launch_bounds__(kThreads, kBlocks)
-    combine_kernel(const __grid_constant__ CallShape shape, std::int32_t head_dim_v) {
+template <class Element, class Results>
+__global__ void __launch_bounds__(kThreads, Results::kBlocks)
+    combine_kernel(const __grid_constant__ CallShape shape,
+                   const __grid_constant__ FewItems few_items) {
   extern __shared__ std::int32_t memory[];
+  // The grid after this one waits for its end before it reads or writes anything.
+  ptx::allow_next_grid();
   const CombineShared shared = carve(memory, shape.num_parts);
   // The plan was written before the attention grid began, so this need not wait for its end.
   const std::int32_t num_merged = list_fragments(shape, shared);
-  const auto run = [&](auto merger) {
+  using Few = FewMerger<Element, Results>;
+  if (num_merged == 0) {
     ptx::wait_for_previous_grid();
-    ptx::allow_next_grid();
-    merger.run();
-  };
-  // Few query rows: 64 columns an item, and as many warps for each as there are, so that its parts
-  // are read at once. Many: a warp for a whole query row.
-  using Few = Merger<Element, 8, 1, 5>;
-  using Many = Merger<Element, 32, 2, 2>;
-  const std::int64_t items =
-      static_cast<std::int64_t>(num_merged) * Few::items_of_row(shape, head_dim_v);
-  if (items <= std::int64_t{kWarps} * gridDim.x) {
-    int team_warps = kWarps;
-    while (team_warps > 1 && items * team_warps > std::int64_t{kWarps} * gridDim.x) team_warps /= 2;
-    run(Few(shape, head_dim_v, shared, num_merged, team_warps));
-  } else {
-    run(Many(shape, head_dim_v, shared, num_merged, 1));
+    return;
   }
+  const std::int64_t items = static_cast<std::int64_t>(num_merged) * Few::items_of_row(shape);
+  const std::int64_t warps = std::int64_t{kWarps} * gridDim.x;
+  if constexpr (std::is_same_v<Results, WideResults>) {
+    if (items > warps) {
+      ManyMerger<Element>(shape, shared, num_merged).run();
+      return;
+    }
+  }
+  int team_log2 = 0;
+  while ((2 << team_log2) <= kWarps && items << (team_log2 + 1) <= warps) ++team_log2;
+  Few(shape, few_items, shared, num_merged, team_log2).run();
 }
 
 // --- merge_attention_states ----------------------------------------------------------------------
@@ -395,34 +677,41 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
 
 namespace {
 
-template <class Element>
-cudaError_t launch_combine(const CallShape& shape, std::int32_t head_dim_v,
-                           std::int32_t num_multiprocessors, cudaStream_t stream) {
-  const cudaError_t error = allow_shared_memory<combine_kernel<Element>>(
-      static_cast<int>(shared_bytes_of(select::kCudaMaxParts)));
+template <auto kKernel>
+cudaError_t launch(const CallShape& shape, int blocks, cudaStream_t stream) {
+  const cudaError_t error =
+      allow_shared_memory<kKernel>(static_cast<int>(shared_bytes_of(select::kCudaMaxParts)));
   if (error != cudaSuccess) return error;
   cudaLaunchAttribute overlap;
   overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
   overlap.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config{};
-  // Beside the blocks of an attention kernel for few query rows there is room for one.
-  const int blocks = shape.query_rows <= tuning::kCudaFewQueryRows ? 1 : 2;
-  config.gridDim = dim3(blocks * num_multiprocessors);
+  config.gridDim = dim3(blocks);
   config.blockDim = dim3(kThreads);
   config.dynamicSmemBytes = shared_bytes_of(shape.num_parts);
   config.stream = stream;
   config.attrs = &overlap;
   config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, combine_kernel<Element>, shape, head_dim_v);
+  const FewItems items{Divisor(shape.num_heads_k * shape.query_rows), Divisor(shape.query_rows)};
+  return cudaLaunchKernelEx(&config, kKernel, shape, items);
+}
+
+template <class Element>
+cudaError_t launch_combine(const CallShape& shape, std::int32_t num_multiprocessors,
+                           cudaStream_t stream) {
+  // Beside the blocks of the kernel for few query rows there is room for one.
+  return shape.warp_statistics != nullptr
+             ? launch<combine_kernel<Element, NarrowResults>>(shape, num_multiprocessors, stream)
+             : launch<combine_kernel<Element, WideResults>>(shape, 2 * num_multiprocessors, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_combine(const CallShape& shape, DType dtype, std::int32_t head_dim_v,
-                           std::int32_t num_multiprocessors, cudaStream_t stream) {
+cudaError_t launch_combine(const CallShape& shape, DType dtype, std::int32_t num_multiprocessors,
+                           cudaStream_t stream) {
   return dtype == DType::kBFloat16
-             ? launch_combine<__nv_bfloat16>(shape, head_dim_v, num_multiprocessors, stream)
-             : launch_combine<__half>(shape, head_dim_v, num_multiprocessors, stream);
+             ? launch_combine<__nv_bfloat16>(shape, num_multiprocessors, stream)
+             : launch_combine<__half>(shape, num_multiprocessors, stream);
 }
 
 cudaError_t launch_merge(const MergeProblem& problem, cudaStream_t stream) {

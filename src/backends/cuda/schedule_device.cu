@@ -41,13 +41,20 @@ struct Division {
   Divisor divisor;  // by the payload, of units below 2^31
 };
 
+// Place of a row in shared memory: each thread of a warp has eight in sequence, and they lie in
+// different banks.
+template <int kRows>
+__device__ __forceinline__ std::int32_t place_of(std::int32_t row) {
+  return kRows > 1 ? row + row / 32 : row;
+}
+
 // kRows: of a thread, kept in shared memory; 0: any number, read again where they are needed.
 template <int kThreads, int kRows>
 __global__ void __launch_bounds__(kThreads, 1)
     plan_kernel(const __grid_constant__ PlanProblem problem,
                 const __grid_constant__ schedule::PlanModel model) {
   __shared__ std::int64_t group_offset[kThreads + 1];
-  __shared__ std::int32_t row_blocks[kRows > 0 ? kThreads * kRows : 1];
+  __shared__ std::int32_t row_blocks[kRows > 0 ? kThreads * kRows * 33 / 32 : 1];
   __shared__ std::int32_t warp_most[kThreads / 32];
   __shared__ PlanCut cuts[kThreads];
   __shared__ Division division;
@@ -60,14 +67,14 @@ __global__ void __launch_bounds__(kThreads, 1)
     for (int i = 0; i < kRows; ++i) {
       const std::int32_t row = i * kThreads + threadIdx.x;
       if (row < batch) {
-        row_blocks[row] =
+        row_blocks[place_of<kRows>(row)] =
             schedule::blocks_of_length(problem.cache_seqlens[row * problem.cache_seqlens_stride]);
       }
     }
     __syncthreads();
   }
   const auto blocks_of = [&](std::int32_t row) {
-    if constexpr (kRows > 0) return row_blocks[row];
+    if constexpr (kRows > 0) return row_blocks[place_of<kRows>(row)];
     return schedule::blocks_of_length(problem.cache_seqlens[row * problem.cache_seqlens_stride]);
   };
 
@@ -94,9 +101,10 @@ __global__ void __launch_bounds__(kThreads, 1)
       division.payload = payload;
       division.even =
           schedule::even_plan(batch, problem.num_parts, total, most_blocks, payload, model);
-      // Not used when the total needs more than 31 bits.
-      division.divisor = Divisor(
-          static_cast<std::int32_t>(total < (std::int64_t{1} << 31) ? payload : std::int64_t{1}));
+      // To divide by the payload twice a row: worth its own division where a thread has several.
+      if (kRows != 1 && division.even.rows_per_part == 0 && total < (std::int64_t{1} << 31)) {
+        division.divisor = Divisor(static_cast<std::int32_t>(payload));
+      }
     }
   }
   __syncthreads();
@@ -136,7 +144,7 @@ __global__ void __launch_bounds__(kThreads, 1)
       splits += splits_of(blocks);
       offset += schedule::row_cost(blocks, row_start_units);
       if constexpr (kRows > 0) {
-        row_blocks[first + i] = splits;
+        row_blocks[place_of<kRows>(first + i)] = splits;
       } else {
         problem.num_splits[first + i + 1] = splits;
       }
@@ -147,6 +155,12 @@ __global__ void __launch_bounds__(kThreads, 1)
   if (is_even) {
     count_splits([&](std::int32_t blocks) {
       return schedule::shares_of_row(blocks, even.shares_per_row, model);
+    });
+  } else if (kRows == 1 && total < (std::int64_t{1} << 31)) {
+    count_splits([&](std::int32_t blocks) {
+      return splits_of_row(offset, blocks, row_start_units, [&](std::int64_t units) {
+        return static_cast<std::uint32_t>(units) / static_cast<std::uint32_t>(payload);
+      });
     });
   } else if (total < (std::int64_t{1} << 31)) {
     const Divisor divisor = division.divisor;
@@ -163,12 +177,22 @@ __global__ void __launch_bounds__(kThreads, 1)
   }
   std::int32_t total_splits;
   const std::int32_t before = exclusive_sum<kThreads>(splits, &total_splits);
-#pragma unroll 4
-  for (std::int32_t i = 0; i < count; ++i) {
-    if constexpr (kRows > 0) {
-      problem.num_splits[first + i + 1] = before + row_blocks[first + i];
-    } else {
-      problem.num_splits[first + i + 1] += before;
+  if constexpr (kRows > 1) {
+    // Neighbouring threads write neighbouring numbers.
+    __shared__ std::int32_t splits_before[kThreads];
+    splits_before[threadIdx.x] = before;
+    __syncthreads();
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const std::int32_t row = i * kThreads + threadIdx.x;
+      if (row < batch) {
+        problem.num_splits[row + 1] = splits_before[row / kRows] + row_blocks[place_of<kRows>(row)];
+      }
+    }
+  } else {
+    for (std::int32_t i = 0; i < count; ++i) {
+      std::int32_t& splits_to = problem.num_splits[first + i + 1];
+      splits_to = before + (kRows == 1 ? splits : splits_to);
     }
   }
   if (threadIdx.x == 0) problem.num_splits[0] = 0;

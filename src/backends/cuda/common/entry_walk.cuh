@@ -32,16 +32,30 @@ struct EntryWalk {
 
 // Lists, in order: for each row that the part walks, its queries, then its tiles; an entry without
 // data for an empty row; the end, again and again.
+//
+// expected_row: the row, of those that there are, that the part probably begins with. Its length is
+// asked for together with the part, and both before meanwhile() runs.
+template <class Meanwhile>
 __device__ __forceinline__ void begin_walk(EntryWalk& walk, const CallShape& shape,
-                                           std::int32_t part_index) {
+                                           std::int32_t part_index, std::int32_t expected_row,
+                                           const Meanwhile& meanwhile) {
+  const std::int32_t expected_length = row_length(shape, expected_row);
   const Part part = read_part(shape, part_index);
+  meanwhile();
   walk.row = part.begin_row;
   walk.begin_block = max(part.begin_block, 0);
   walk.end_row = part.end_row;
   walk.last_end_block = part.end_block;
-  walk.length = part.begin_row <= part.end_row ? row_length(shape, part.begin_row) : 0;
+  walk.length = part.begin_row > part.end_row    ? 0
+                : part.begin_row == expected_row ? expected_length
+                                                 : row_length(shape, part.begin_row);
   walk.block = walk.end_block = 0;
   walk.slot = 2 * part_index;
+}
+
+__device__ __forceinline__ void begin_walk(EntryWalk& walk, const CallShape& shape,
+                                           std::int32_t part_index) {
+  begin_walk(walk, shape, part_index, 0, [] {});
 }
 
 __device__ __forceinline__ void step_row(EntryWalk& walk, const CallShape& shape) {

@@ -46,6 +46,20 @@ struct PartialStatistics {
 };
 inline constexpr int kPartialHalves = 2;
 
+// Of a partial result of the kernel for few query rows, what one of its warps knows: of a quarter
+// of the columns, those with column / 16 % 4 equal to the warp, and of a quarter of the tokens.
+struct alignas(16) WarpStatistics {
+  float reference;     // base 2, of all that follows
+  float sum;           // of the warp's tokens
+  float scale;         // what the fp16 numbers of the warp's columns are multiples of
+  std::uint32_t mark;  // 0; kNotYet: not written yet
+};
+inline constexpr int kPartialWarps = 4;
+
+// Bits with which a place waits for a result that is read while its kernel runs. Conversions to
+// fp16 give no such NaN.
+inline constexpr std::uint32_t kNotYet = 0xffffffffu;
+
 // The part of a call that attention and combine share. Strides are in elements.
 struct CallShape {
   std::int32_t batch;
@@ -73,6 +87,8 @@ struct CallShape {
   // share of the first row that it walks at 2 * p and of the last one, if another, at 2 * p + 1.
   std::uint16_t* partial_out;
   PartialStatistics* partial_statistics;  // (2 * num_parts, num_heads_k, query_rows, halves)
+  // In the place of these, if not null: (..., query_rows, warps), and partial_out not normalised.
+  WarpStatistics* warp_statistics;
 };
 
 // Slices of a tile of the wide kernel that arrive first.

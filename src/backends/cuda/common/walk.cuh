@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "backends/cuda/common/params.cuh"
+#include "backends/cuda/ptx/memory.cuh"
 #include "schedule/planner.hpp"
 
 namespace flashmla::cuda {
@@ -28,9 +29,21 @@ struct Share {
   __device__ bool is_fragment() const { return !is_whole() && begin_block < end_block; }
 };
 
-__device__ __forceinline__ Part read_part(const CallShape& shape, std::int32_t index) {
+// How a grid reads what stands in the plan, the lengths and the table: after its wait, and before.
+struct PlainLoad {
+  __device__ std::int32_t operator()(const std::int32_t* address) const { return *address; }
+};
+struct EarlyLoad {
+  __device__ std::int32_t operator()(const std::int32_t* address) const {
+    return ptx::load_early(address);
+  }
+};
+
+template <class Load = PlainLoad>
+__device__ __forceinline__ Part read_part(const CallShape& shape, std::int32_t index,
+                                          const Load& load = {}) {
   const std::int32_t* fields = shape.plan_rows + index * shape.plan_row_stride;
-  Part part{fields[0], fields[1], fields[2], fields[3]};
+  Part part{load(fields), load(fields + 1), load(fields + 2), load(fields + 3)};
   if (part.begin_row < 0) part.begin_row = shape.batch;
   if (part.end_row >= shape.batch) {
     part.end_row = shape.batch - 1;
@@ -39,8 +52,11 @@ __device__ __forceinline__ Part read_part(const CallShape& shape, std::int32_t i
   return part;
 }
 
-__device__ __forceinline__ std::int32_t row_length(const CallShape& shape, std::int32_t row) {
-  return min(max(shape.cache_seqlens[row * shape.cache_seqlens_stride], 0), shape.max_length);
+template <class Load = PlainLoad>
+__device__ __forceinline__ std::int32_t row_length(const CallShape& shape, std::int32_t row,
+                                                   const Load& load = {}) {
+  return min(max(load(shape.cache_seqlens + row * shape.cache_seqlens_stride), 0),
+             shape.max_length);
 }
 
 // `row` lies in [part.begin_row, part.end_row].

@@ -14,6 +14,11 @@ __device__ __forceinline__ void allow_next_grid() {
   asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
+// What this thread wrote before is seen by all of the device before what it does next.
+__device__ __forceinline__ void fence_device() {
+  asm volatile("fence.acq_rel.gpu;" ::: "memory");
+}
+
 template <int kRegisters>
 __device__ __forceinline__ void take_registers() {
   asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));

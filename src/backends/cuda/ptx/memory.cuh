@@ -42,6 +42,49 @@ __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));
 }
 
+// A box into L2, as copy_box_once() would read it.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap& map, int x0, int x1, int x2, int x3,
+                                             int x4) {
+  asm volatile("cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(
+                   reinterpret_cast<std::uint64_t>(&map)),
+               "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+               : "memory");
+}
+
+// Reads what another grid may be writing: past L1, so that no later read finds a stale line there.
+__device__ __forceinline__ std::int32_t load_early(const std::int32_t* address) {
+  std::int32_t value;
+  asm volatile("ld.relaxed.gpu.global.s32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+// 16 bytes between blocks that run at the same time: a reader finds all of a store or nothing.
+__device__ __forceinline__ uint4 load_whole_16(const void* address) {
+  std::uint64_t low, high;
+  asm volatile(
+      "{\n"
+      ".reg .b128 all;\n"
+      "ld.relaxed.gpu.global.b128 all, [%2];\n"
+      "mov.b128 {%0, %1}, all;\n"
+      "}\n"
+      : "=l"(low), "=l"(high)
+      : "l"(address)
+      : "memory");
+  return {static_cast<std::uint32_t>(low), static_cast<std::uint32_t>(low >> 32),
+          static_cast<std::uint32_t>(high), static_cast<std::uint32_t>(high >> 32)};
+}
+__device__ __forceinline__ void store_whole_16(void* address, uint4 v) {
+  asm volatile(
+      "{\n"
+      ".reg .b128 all;\n"
+      "mov.b128 all, {%1, %2};\n"
+      "st.relaxed.gpu.global.b128 [%0], all;\n"
+      "}\n" ::"l"(address),
+      "l"(v.x | static_cast<std::uint64_t>(v.y) << 32),
+      "l"(v.z | static_cast<std::uint64_t>(v.w) << 32)
+      : "memory");
+}
+
 __device__ __forceinline__ void prefetch_map(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(reinterpret_cast<std::uint64_t>(&map)) : "memory");
 }

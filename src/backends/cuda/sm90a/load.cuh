@@ -15,11 +15,13 @@ inline constexpr int kTileSliceBytes = mma::kRowBytes << kTileRowsLog2;
 
 // Page of a token of a row; -1, which the copy engine answers with zeros, past the end of the row,
 // where the table may hold anything.
+template <class Load = PlainLoad>
 __device__ __forceinline__ std::int32_t page_of_token(const DecodeParams& params, std::int32_t row,
-                                                      std::int32_t length, std::int32_t token) {
+                                                      std::int32_t length, std::int32_t token,
+                                                      const Load& load = {}) {
   if (token >= length) return -1;
-  return params.block_table[row * params.block_table_batch_stride +
-                            params.page_size.quotient(token) * params.block_table_page_stride];
+  return load(params.block_table + row * params.block_table_batch_stride +
+              params.page_size.quotient(token) * params.block_table_page_stride);
 }
 
 // Boxes of a slice of a tile.
@@ -28,11 +30,19 @@ __device__ __forceinline__ int boxes_of_slice(const DecodeParams& params) {
 }
 
 // Page of box `box` of a tile, to be asked for ahead of the copy.
+template <class Load = PlainLoad>
 __device__ __forceinline__ std::int32_t page_of_box(const DecodeParams& params, std::int32_t row,
                                                     std::int32_t block, std::int32_t length,
-                                                    int box) {
+                                                    int box, const Load& load = {}) {
   return page_of_token(params, row, length,
-                       (block << kTileRowsLog2) + (box << params.k_box_rows_log2));
+                       (block << kTileRowsLog2) + (box << params.k_box_rows_log2), load);
+}
+
+// Brings a tile of whole-tile boxes into L2. One lane.
+__device__ __forceinline__ void prefetch_tile(const DecodeParams& params, std::int32_t block,
+                                              std::int32_t kv_head, std::int32_t page) {
+  ptx::prefetch_box(params.k_map, 0, params.page_size.remainder(block << kTileRowsLog2), 0, kv_head,
+                    page);
 }
 
 // Copies slices of a tile from kBegin on, as many as the boxes of `map` hold, where a box holds 64

@@ -5,8 +5,8 @@
 #include <cstdint>
 
 #include "backends/cuda/common/entry_walk.cuh"
+#include "backends/cuda/common/first_reads.cuh"
 #include "backends/cuda/common/numeric.cuh"
-#include "backends/cuda/common/prefetch.cuh"
 #include "backends/cuda/mma/descriptor.cuh"
 #include "backends/cuda/mma/warpgroup_mma.cuh"
 #include "backends/cuda/ptx/barrier.cuh"
@@ -32,7 +32,117 @@ struct StagePosition {
   }
 };
 
-// --- Load: the last warp -------------------------------------------------------------------------
+// --- Scout: the last warp ------------------------------------------------------------------------
+
+// The tile that the part begins with if plan, lengths and table are what the scout read before it
+// was allowed to; no tokens: none, or the scout is not that far yet.
+template <class Traits>
+__device__ __forceinline__ Entry guessed_tile(const NarrowShared<Traits>& shared) {
+  if (!ptx::mbarrier_test(ptx::shared_address(&shared.guessed), 0)) {
+    return {Entry::kTile, 0, 0, 0, 0, 0};
+  }
+  return {Entry::kTile, 0, shared.guess.row, shared.guess.block, 0, shared.guess.length};
+}
+
+template <class Traits>
+class NarrowScout {
+ public:
+  __device__ __forceinline__ NarrowScout(const DecodeParams& params, NarrowShared<Traits>& shared)
+      : params_(params), shared_(shared) {}
+
+  // Before the grid may read anything: a guess of where it begins, and that tile into L2. Whatever
+  // is found there leads to no other use.
+  __device__ __forceinline__ void look_ahead() {
+    const FirstReads first = read_first(params_, blockIdx.z);
+    const EarlyLoad load;
+    part_ = first.part;
+    begin_length_ = first.length;
+    const bool has_rows = part_.begin_row <= part_.end_row;
+    const Share share = share_of_row(part_, part_.begin_row, begin_length_);
+    const bool has_tiles = has_rows && share.begin_block < share.end_block;
+    const Entry tile{Entry::kTile, 0, part_.begin_row, share.begin_block, 0, begin_length_};
+    if (threadIdx.x % 32 == 0) {
+      shared_.guess = {has_tiles ? tile.row : 0, tile.block, has_tiles ? tile.length : 0};
+      ptx::mbarrier_arrive(ptx::shared_address(&shared_.guessed));
+    }
+    if (has_tiles && boxes_of_slice(params_) == 1) {
+      const std::int32_t page = first.page_of(params_, share.begin_block << kTileRowsLog2);
+      if (threadIdx.x % 32 == 0) prefetch_tile(params_, tile.block, blockIdx.y, page);
+    }
+    if (!has_rows) {
+      part_ = {0, 0, 0, 0};
+      begin_length_ = 0;
+    }
+    end_length_ = part_.end_row == part_.begin_row ? begin_length_
+                                                   : row_length(params_.shape, part_.end_row, load);
+  }
+
+  // Marks what the combine is to wait for as not written, and lets it begin. By the guess, at once:
+  // what is asked for after the first tile, a fence too, comes after that.
+  __device__ __forceinline__ void open_combine() const {
+    const CallShape& shape = params_.shape;
+    const Part part = read_part(shape, blockIdx.z);
+    const std::int32_t begin_length = row_length(shape, part_.begin_row);
+    const std::int32_t end_length = row_length(shape, part_.end_row);
+    const int guessed = fragments(part_, begin_length_, end_length_);
+    clear_partials(guessed);
+    if (part.begin_row != part_.begin_row || part.begin_block != part_.begin_block ||
+        part.end_row != part_.end_row || part.end_block != part_.end_block ||
+        begin_length != begin_length_ || end_length != end_length_) {
+      if (part.begin_row <= part.end_row) {
+        clear_partials(
+            fragments(part, row_length(shape, part.begin_row), row_length(shape, part.end_row)) &
+            ~guessed);
+      }
+    }
+    // The results may now take the places of the marks.
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(ptx::shared_address(&shared_.opened));
+    ptx::allow_next_grid();
+  }
+
+ private:
+  // Which of its two slots the part uses, as bits.
+  static __device__ __forceinline__ int fragments(const Part& part, std::int32_t begin_length,
+                                                  std::int32_t end_length) {
+    int slots = share_of_row(part, part.begin_row, begin_length).is_fragment() ? 1 : 0;
+    if (part.begin_row < part.end_row &&
+        share_of_row(part, part.end_row, end_length).is_fragment()) {
+      slots |= 2;
+    }
+    return slots;
+  }
+
+  __device__ __forceinline__ void clear_partials(int slots) const {
+    if (slots == 0) return;
+    const CallShape& shape = params_.shape;
+#pragma unroll 1
+    for (int i = 0; i < 2; ++i) {
+      if ((slots >> i & 1) == 0) continue;
+      const std::int64_t first = partial_index(shape, 2 * blockIdx.z + i, blockIdx.y, 0);
+      set_marks(shape.partial_out + first * Traits::kHeadDimV,
+                shape.query_rows * (Traits::kHeadDimV / 8));
+      set_marks(shape.warp_statistics + first * kPartialWarps, shape.query_rows * kPartialWarps);
+    }
+    ptx::fence_device();
+    __syncwarp();
+  }
+
+  static __device__ __forceinline__ void set_marks(void* memory, int chunks) {
+#pragma unroll 4
+    for (int i = threadIdx.x % 32; i < chunks; i += 32) {
+      ptx::store_whole_16(static_cast<uint4*>(memory) + i,
+                          uint4{kNotYet, kNotYet, kNotYet, kNotYet});
+    }
+  }
+
+  const DecodeParams& params_;
+  NarrowShared<Traits>& shared_;
+  // The guess: a part without blocks of row 0, if there is none.
+  Part part_{0, 0, 0, 0};
+  std::int32_t begin_length_ = 0, end_length_ = 0;
+};
+
+// --- Load: the warp before it --------------------------------------------------------------------
 
 template <class Traits>
 class NarrowLoader {
@@ -41,15 +151,18 @@ class NarrowLoader {
       : params_(params), shared_(shared) {}
 
   __device__ __forceinline__ void run() {
+    // Asked for at once: the part, the length and the page of the tile that it probably begins
+    // with.
+    const Entry guess = guessed_tile(shared_);
+    const Pages guessed_pages = pages_of(guess);
     EntryWalk walk;
-    begin_walk(walk, params_.shape, blockIdx.z);
+    begin_walk(walk, params_.shape, blockIdx.z, guess.row, [] {});
     Entry entry = next_tile(walk);
-    Pages pages = pages_of(entry);
+    const bool is_guess = entry.kind == Entry::kTile && entry.row == guess.row &&
+                          entry.block == guess.block && entry.length == guess.length;
+    Pages pages = is_guess ? guessed_pages : pages_of(entry);
     StagePosition<Traits> position;
     while (entry.kind == Entry::kTile) {
-      // The pages of the tile after this one are asked for before this one waits for its stage.
-      const Entry next = next_tile(walk);
-      const Pages next_pages = pages_of(next);
       ptx::mbarrier_wait(ptx::shared_address(&shared_.empty[position.stage]), position.parity ^ 1);
       const std::uint32_t full = ptx::shared_address(&shared_.full[position.stage]);
       if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive_expect(full, Traits::kTileBytes);
@@ -64,8 +177,9 @@ class NarrowLoader {
                            full);
       }
       position.advance();
-      entry = next;
-      pages = next_pages;
+      // The next tile's pages are asked for before it waits for its stage.
+      entry = next_tile(walk);
+      pages = pages_of(entry);
     }
   }
 
@@ -109,8 +223,10 @@ class NarrowCompute {
       : params_(params), shared_(shared), warp_(threadIdx.x / 32), lane_(threadIdx.x % 32) {}
 
   __device__ __forceinline__ void run() {
+    // The queries of the row that the part probably begins with are asked for with the plan.
+    const std::int32_t guess = guessed_tile(shared_).row;
     EntryWalk walk;
-    begin_walk(walk, params_.shape, blockIdx.z);
+    begin_walk(walk, params_.shape, blockIdx.z, guess, [&] { load_queries(guess); });
     for (;;) {
       const Entry entry = next_entry(walk, params_.shape);
       if (entry.kind == Entry::kEnd) return;
@@ -142,7 +258,6 @@ class NarrowCompute {
     return visible_tokens(params_, entry.row, token, entry.length);
   }
 
-  // Queries of the row into shared memory, rows that are missing as zeros.
   __device__ __forceinline__ void start_row(const Entry& entry) {
     first_masked_block_ = visible_of(entry, 0) / Traits::kTileTokens;
 #pragma unroll
@@ -150,37 +265,37 @@ class NarrowCompute {
       reference_[i] = kNoReference;
       sum_[i] = 0.0f;
     }
-    constexpr int kChunks = Traits::kHeadDim / 8;  // of 16 bytes, in a query row
-    constexpr int kCount = Traits::kQueryRows * kChunks / Traits::kComputeThreads;  // of a thread
-    constexpr int kInFlight = Traits::kQueryRows == 16 ? kCount : kCount / 2;
-    static_assert(Traits::kQueryRows * kChunks % Traits::kComputeThreads == 0);
-    const Element* q = static_cast<const Element*>(params_.q) + entry.row * params_.q_batch_stride;
-#pragma unroll 1
-    for (int begin = 0; begin < kCount; begin += kInFlight) {
-      uint4 values[kInFlight];
-#pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        const int i = (begin + j) * Traits::kComputeThreads + threadIdx.x;
-        const int query_row = i / kChunks;
-        values[j] = uint4{0, 0, 0, 0};
-        if (query_row < params_.shape.query_rows) {
-          const QueryRow query = query_row_at(params_.shape, blockIdx.y, query_row);
-          values[j] =
-              *reinterpret_cast<const uint4*>(q + query.token * params_.q_token_stride +
-                                              query.head * params_.q_head_stride + i % kChunks * 8);
-        }
-      }
-#pragma unroll
-      for (int j = 0; j < kInFlight; ++j) {
-        const int i = (begin + j) * Traits::kComputeThreads + threadIdx.x;
-        const int query_row = i / kChunks, chunk = i % kChunks;
-        ptx::store_shared_16(
-            ptx::shared_address(shared_.query[chunk / 8]) + mma::chunk_offset(query_row, chunk % 8),
-            values[j]);
-      }
-    }
+    if (entry.row != loaded_row_) load_queries(entry.row);
     ptx::fence_async_proxy();
     synchronise();
+  }
+
+  // Queries of a row into shared memory, those that are missing as zeros. Eight threads for each.
+  __device__ __forceinline__ void load_queries(std::int32_t row) {
+    constexpr int kRowThreads = mma::kSliceElements / 8;
+    const int chunk = threadIdx.x % kRowThreads;
+    const Element* q = static_cast<const Element*>(params_.q) + row * params_.q_batch_stride;
+#pragma unroll 1
+    for (int query_row = threadIdx.x / kRowThreads; query_row < Traits::kQueryRows;
+         query_row += Traits::kComputeThreads / kRowThreads) {
+      uint4 values[Traits::kSlices] = {};
+      if (query_row < params_.shape.query_rows) {
+        const QueryRow query = query_row_at(params_.shape, blockIdx.y, query_row);
+        const Element* from =
+            q + query.token * params_.q_token_stride + query.head * params_.q_head_stride;
+#pragma unroll
+        for (int slice = 0; slice < Traits::kSlices; ++slice) {
+          values[slice] = reinterpret_cast<const uint4*>(from)[slice * kRowThreads + chunk];
+        }
+      }
+      const std::uint32_t to =
+          ptx::shared_address(shared_.query) + mma::chunk_offset(query_row, chunk);
+#pragma unroll
+      for (int slice = 0; slice < Traits::kSlices; ++slice) {
+        ptx::store_shared_16(to + slice * Traits::kQuerySliceBytes, values[slice]);
+      }
+    }
+    loaded_row_ = row;
   }
 
   __device__ __forceinline__ void run_tile(const Entry& tile) {
@@ -194,11 +309,11 @@ class NarrowCompute {
     float probabilities[kScores];
     bool exact = is_first || is_masked;
     if (!exact) exact = fast_softmax(scores, probabilities);
-    if (exact) exact_softmax(scores, probabilities, tile, is_masked);
+    if (exact) exact_softmax(scores, probabilities, tile, is_first, is_masked);
     store_probabilities(probabilities);
     ptx::fence_async_proxy();
     synchronise();
-    accumulate(is_first);
+    accumulate(is_first, (tile.detail & Entry::kLast) != 0);
     release();
   }
 
@@ -273,48 +388,50 @@ class NarrowCompute {
 
   // Masks where asked to, raises the references to the true maxima where they were lower, and
   // rescales.
-  __device__ __forceinline__ void exact_softmax(const float (&scores)[kScores],
+  __device__ __forceinline__ void exact_softmax(float (&scores)[kScores],
                                                 float (&probabilities)[kScores], const Entry& tile,
-                                                bool is_masked) {
-    const std::int32_t token = tile.block * Traits::kTileTokens + 16 * warp_ + lane_ / 4;
+                                                bool is_first, bool is_masked) {
+#pragma unroll
+    for (int i = 0; i < kScores; ++i) scores[i] *= params_.scale_log2;
+    if (is_masked) {
+      const std::int32_t token = tile.block * Traits::kTileTokens + 16 * warp_ + lane_ / 4;
+#pragma unroll
+      for (int i = 0; i < kHeads; ++i) {
+        const int low = i / 2 * 4 + i % 2, high = low + 2;
+        const std::int32_t visible = visible_of(tile, column(i));
+        if (token >= visible) scores[low] = -kInfinity;
+        if (token + 8 >= visible) scores[high] = -kInfinity;
+      }
+    }
     float maximum[kHeads];
-    bool sees_low[kHeads], sees_high[kHeads];
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       const int low = i / 2 * 4 + i % 2, high = low + 2;
-      const std::int32_t visible = is_masked ? visible_of(tile, column(i)) : INT32_MAX;
-      sees_low[i] = token < visible;
-      sees_high[i] = token + 8 < visible;
-      maximum[i] = reference_[i];
-      if (sees_low[i]) maximum[i] = fmaxf(maximum[i], scores[low] * params_.scale_log2);
-      if (sees_high[i]) maximum[i] = fmaxf(maximum[i], scores[high] * params_.scale_log2);
+      maximum[i] = fmaxf(reference_[i], fmaxf(scores[low], scores[high]));
 #pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2) {
         maximum[i] = fmaxf(maximum[i], __shfl_xor_sync(~0u, maximum[i], lanes));
       }
-      if (lane_ < 4) shared_.reduction[warp_][column(i)] = maximum[i];
+    }
+    if (lane_ < 4) {
+#pragma unroll
+      for (int i = 0; i < kHeads; ++i) shared_.reduction[column(i)][warp_] = maximum[i];
     }
     synchronise();
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       const int low = i / 2 * 4 + i % 2, high = low + 2;
-#pragma unroll
-      for (int warp = 0; warp < Traits::kComputeWarps; ++warp) {
-        maximum[i] = fmaxf(maximum[i], shared_.reduction[warp][column(i)]);
-      }
+      const float4 of_warps = *reinterpret_cast<const float4*>(shared_.reduction[column(i)]);
+      maximum[i] = fmaxf(fmaxf(of_warps.x, of_warps.y), fmaxf(of_warps.z, of_warps.w));
       const float scale = exp2_approximate(reference_[i] - maximum[i]);
       reference_[i] = maximum[i];
-      probabilities[low] =
-          sees_low[i] ? exp2_approximate(fmaf(scores[low], params_.scale_log2, -maximum[i])) : 0.0f;
-      probabilities[high] =
-          sees_high[i] ? exp2_approximate(fmaf(scores[high], params_.scale_log2, -maximum[i]))
-                       : 0.0f;
+      probabilities[low] = exp2_approximate(scores[low] - maximum[i]);
+      probabilities[high] = exp2_approximate(scores[high] - maximum[i]);
       sum_[i] = sum_[i] * scale + probabilities[low] + probabilities[high];
-      // What the first tile is about to overwrite may be anything, so this is done for it too.
-      scale_accumulators(i, scale);
+      // What the first tile is about to overwrite needs no scale.
+      if (!is_first) scale_accumulators(i, scale);
     }
-    // The reduction has been read by all before it is written again.
-    synchronise();
+    // All have read the reduction when P is complete, and it is not written before.
   }
 
   __device__ __forceinline__ void scale_accumulators(int head, float scale) {
@@ -340,7 +457,8 @@ class NarrowCompute {
   }
 
   // accumulators (512 value columns, kQueryRows) += V^T (512, 64 tokens) * P^T (64 tokens, rows)
-  __device__ __forceinline__ void accumulate(bool is_first) {
+  // Meanwhile, of the row's last tile, the sums over the warp's tokens.
+  __device__ __forceinline__ void accumulate(bool is_first, bool is_last) {
     const std::uint64_t probabilities =
         mma::rows_descriptor(ptx::shared_address(shared_.probabilities));
     const std::uint64_t values = mma::columns_descriptor(tile_address(), Traits::kSliceBytes);
@@ -360,6 +478,7 @@ class NarrowCompute {
       }
     }
     ptx::wgmma_commit();
+    if (is_last) add_up_sums();
     ptx::wgmma_wait<0>();
 #pragma unroll
     for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
@@ -376,73 +495,119 @@ class NarrowCompute {
     position_.advance();
   }
 
-  __device__ __forceinline__ void finish_row(std::int32_t row, std::int32_t slot) {
-    // Over the warps: each query row's sum, and the largest magnitude of its accumulators.
+  __device__ __forceinline__ void add_up_sums() {
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
-      float largest = 0.0f;
-#pragma unroll
-      for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
-        largest = fmaxf(largest, fmaxf(fabsf(accumulators_[slice][i / 2 * 4 + i % 2]),
-                                       fabsf(accumulators_[slice][i / 2 * 4 + i % 2 + 2])));
-      }
 #pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2) {
         sum_[i] += __shfl_xor_sync(~0u, sum_[i], lanes);
-        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
-      }
-      if (lane_ < 4) {
-        shared_.reduction[warp_][column(i)] = sum_[i];
-        shared_.magnitude[warp_][column(i)] = largest;
-        if (warp_ == 0) shared_.reference[column(i)] = reference_[i];
       }
     }
-    synchronise();
-    if (threadIdx.x < Traits::kQueryRows) finish_query_row(row, slot, threadIdx.x);
-    synchronise();
-#pragma unroll
-    for (int i = 0; i < kHeads; ++i) scale_accumulators(i, shared_.factor[column(i)]);
+  }
+
+  __device__ __forceinline__ void finish_row(std::int32_t row, std::int32_t slot) {
     if (slot < 0) {
-      stage_rows<Element>();
-      write_rows([&](int query_row, int chunk, uint4 value) {
-        store_row_chunk(out_row(row, query_row) + chunk * 8, value, params_.shape.out_is_aligned);
-      });
+      finish_whole(row);
     } else {
-      stage_rows<__half>();
-      std::uint16_t* partial =
-          params_.shape.partial_out +
-          partial_index(params_.shape, slot, blockIdx.y, 0) * Traits::kHeadDimV;
-      write_rows([&](int query_row, int chunk, uint4 value) {
-        reinterpret_cast<uint4*>(partial + query_row * Traits::kHeadDimV)[chunk] = value;
-      });
+      finish_fragment(slot);
     }
     // Queries and reduction are free for the next row.
     synchronise();
   }
 
-  // What the accumulators of a query row are multiplied by, and its lse or statistics.
-  __device__ __forceinline__ void finish_query_row(std::int32_t row, std::int32_t slot,
-                                                   int query_row) {
-    float sum = 0.0f, largest = 0.0f;
+  __device__ __forceinline__ void finish_whole(std::int32_t row) {
+    if (lane_ < 4) {
+#pragma unroll
+      for (int i = 0; i < kHeads; ++i) {
+        shared_.reduction[column(i)][warp_] = sum_[i];
+        if (warp_ == 0) shared_.reference[column(i)] = reference_[i];
+      }
+    }
+    synchronise();
+    if (threadIdx.x < Traits::kQueryRows) finish_query_row(row, threadIdx.x);
+    synchronise();
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) scale_accumulators(i, shared_.factor[column(i)]);
+    stage_rows<Element>([&](int query_row, int slice) {
+      return staged(query_row, slice * 8 + 2 * warp_ + lane_ / 8 % 2);
+    });
+    synchronise();
+    constexpr int kChunks = Traits::kHeadDimV / 8;
+#pragma unroll 2
+    for (int i = threadIdx.x; i < params_.shape.query_rows * kChunks;
+         i += Traits::kComputeThreads) {
+      store_row_chunk(out_row(row, i / kChunks) + i % kChunks * 8,
+                      ptx::load_shared_16(staged(i / kChunks, i % kChunks)),
+                      params_.shape.out_is_aligned);
+    }
+  }
+
+  // Each warp for itself: it waits for no other, and nothing is divided by sums.
+  __device__ __forceinline__ void finish_fragment(std::int32_t slot) {
+    const CallShape& shape = params_.shape;
+    const std::int64_t first = partial_index(shape, slot, blockIdx.y, 0);
+    float largest[4] = {};
+#pragma unroll
+    for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
+#pragma unroll
+      for (int i = 0; i < kScores; ++i) {
+        largest[i % 4] = fmaxf(largest[i % 4], fabsf(accumulators_[slice][i]));
+      }
+    }
+    // Bits of floats that are not negative are ordered as they are.
+    const float scale = partial_scale(__uint_as_float(__reduce_max_sync(
+        ~0u,
+        __float_as_uint(fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]))))));
+#pragma unroll
+    for (int i = 0; i < kHeads; ++i) scale_accumulators(i, inverse_partial_scale(scale));
+    stage_rows<__half>([&](int query_row, int slice) {
+      return staged_share(query_row, slice * 2 + lane_ / 8 % 2);
+    });
+    ptx::mbarrier_wait(ptx::shared_address(&shared_.opened), 0);
+    if (lane_ < 4) {
+      WarpStatistics* statistics = shape.warp_statistics + first * kPartialWarps + warp_;
+#pragma unroll
+      for (int i = 0; i < kHeads; ++i) {
+        if (column(i) >= shape.query_rows) continue;
+        ptx::store_whole_16(statistics + column(i) * kPartialWarps,
+                            uint4{__float_as_uint(reference_[i]), __float_as_uint(sum_[i]),
+                                  __float_as_uint(scale), 0});
+      }
+    }
+    __syncwarp();
+    // The warp's 128 columns of a query row lie together.
+    constexpr int kChunks = Traits::kHeadDimV / 8 / kPartialWarps;
+    constexpr int kCount = Traits::kQueryRows == 16 ? 8 : 4;
+    uint4* out = reinterpret_cast<uint4*>(shape.partial_out + first * Traits::kHeadDimV) +
+                 warp_ * kChunks + lane_ % kChunks;
+#pragma unroll 1
+    for (int base = lane_ / kChunks; base < shape.query_rows; base += 2 * kCount) {
+      uint4 values[kCount];
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        values[i] = ptx::load_shared_16(staged_share(base + 2 * i, lane_ % kChunks));
+      }
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) {
+        const int query_row = base + 2 * i;
+        if (query_row < shape.query_rows) {
+          ptx::store_whole_16(out + query_row * (Traits::kHeadDimV / 8), values[i]);
+        }
+      }
+    }
+  }
+
+  // What the accumulators of a query row are multiplied by, and its lse.
+  __device__ __forceinline__ void finish_query_row(std::int32_t row, int query_row) {
+    float sum = 0.0f;
 #pragma unroll
     for (int warp = 0; warp < Traits::kComputeWarps; ++warp) {
-      sum += shared_.reduction[warp][query_row];
-      largest = fmaxf(largest, shared_.magnitude[warp][query_row]);
+      sum += shared_.reduction[query_row][warp];
     }
-    float factor = inverse_sum(sum);
-    const float scale = partial_scale(largest * factor);
-    if (slot >= 0) factor *= inverse_partial_scale(scale);
-    shared_.factor[query_row] = factor;
+    shared_.factor[query_row] = inverse_sum(sum);
     if (query_row >= params_.shape.query_rows) return;
-    const float lse = natural_lse(shared_.reference[query_row], sum);
-    if (slot < 0) {
-      *lse_at(params_.shape, row, query_row_at(params_.shape, blockIdx.y, query_row)) = lse;
-      return;
-    }
-    PartialStatistics* statistics =
-        params_.shape.partial_statistics +
-        partial_index(params_.shape, slot, blockIdx.y, query_row) * kPartialHalves;
-    statistics[0] = statistics[1] = {lse, scale};
+    *lse_at(params_.shape, row, query_row_at(params_.shape, blockIdx.y, query_row)) =
+        natural_lse(shared_.reference[query_row], sum);
   }
 
   // 16-byte chunk of the result as it is staged over the queries.
@@ -451,38 +616,34 @@ class NarrowCompute {
            (query_row * (Traits::kHeadDimV / 8) + (chunk ^ (query_row & 7))) * 16;
   }
 
-  // The accumulators over the queries, as rows of 2-byte elements.
-  template <class Stored>
-  __device__ __forceinline__ void stage_rows() const {
+  // 16-byte chunk of this warp's share of the columns as it is staged there: those of one slice
+  // after those of the one before.
+  __device__ __forceinline__ std::uint32_t staged_share(int query_row, int chunk) const {
+    constexpr int kChunks = Traits::kHeadDimV / 8 / kPartialWarps;
+    return ptx::shared_address(shared_.query) +
+           ((warp_ * Traits::kQueryRows + query_row) * kChunks + (chunk ^ (query_row & 7))) * 16;
+  }
+
+  // The accumulators over the queries, as rows of 2-byte elements. address(query row, slice): where
+  // the lane's 16 bytes of them go.
+  template <class Stored, class Address>
+  __device__ __forceinline__ void stage_rows(const Address& address) const {
     const int query_row = lane_ / 16 * 8 + lane_ % 8;
 #pragma unroll
     for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
-      const int chunk = slice * 8 + 2 * warp_ + lane_ / 8 % 2;
 #pragma unroll
       for (int group = 0; group < Traits::kQueryRows / 16; ++group) {
         const float* a = accumulators_[slice] + 8 * group;
-        ptx::store_matrices_transposed(staged(query_row + 16 * group, chunk),
+        ptx::store_matrices_transposed(address(query_row + 16 * group, slice),
                                        pack<Stored>(a[0], a[1]), pack<Stored>(a[2], a[3]),
                                        pack<Stored>(a[4], a[5]), pack<Stored>(a[6], a[7]));
       }
     }
-    synchronise();
   }
 
   __device__ __forceinline__ Element* out_row(std::int32_t row, int query_row) const {
     return static_cast<Element*>(params_.shape.out) +
            out_offset(params_.shape, row, query_row_at(params_.shape, blockIdx.y, query_row));
-  }
-
-  // store(query row, chunk of 8 columns, its 16 bytes) for all that is staged.
-  template <class Store>
-  __device__ __forceinline__ void write_rows(const Store& store) const {
-    constexpr int kChunks = Traits::kHeadDimV / 8;
-#pragma unroll 2
-    for (int i = threadIdx.x; i < params_.shape.query_rows * kChunks;
-         i += Traits::kComputeThreads) {
-      store(i / kChunks, i % kChunks, ptx::load_shared_16(staged(i / kChunks, i % kChunks)));
-    }
   }
 
   __device__ __forceinline__ void write_empty(std::int32_t row) {
@@ -505,6 +666,7 @@ class NarrowCompute {
   float reference_[kHeads];  // base 2, scaled
   float sum_[kHeads];        // of this thread's tokens, relative to the reference
   std::int32_t first_masked_block_;
+  std::int32_t loaded_row_;  // whose queries are in shared memory
   float accumulators_[Traits::kValueSlices][kScores] = {};
 };
 
@@ -520,15 +682,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
       ptx::mbarrier_init(ptx::shared_address(&shared.full[stage]), 1);
       ptx::mbarrier_init(ptx::shared_address(&shared.empty[stage]), Traits::kEmptyArrivals);
     }
+    ptx::mbarrier_init(ptx::shared_address(&shared.guessed), 1);
+    ptx::mbarrier_init(ptx::shared_address(&shared.opened), 1);
     ptx::fence_mbarrier_init();
   }
-  if (threadIdx.x >= Traits::kComputeThreads) prefetch_walk(params, blockIdx.z);
   __syncthreads();
+  const int warp = threadIdx.x / 32;
+  if (warp > Traits::kLoadWarp) {
+    NarrowScout<Traits> scout(params, shared);
+    scout.look_ahead();
+    ptx::wait_for_previous_grid();
+    scout.open_combine();
+    return;
+  }
   ptx::wait_for_previous_grid();
-  // Only now: what the combine reads before it waits, the plan, was written before this grid.
-  ptx::allow_next_grid();
-
-  if (threadIdx.x < Traits::kComputeThreads) {
+  if (warp < Traits::kLoadWarp) {
     NarrowCompute<Traits>(params, shared).run();
   } else {
     NarrowLoader<Traits>(params, shared).run();

@@ -24,7 +24,8 @@ struct NarrowTraits {
 
   static constexpr int kComputeThreads = 128;
   static constexpr int kComputeWarps = 4;
-  static constexpr int kThreads = kComputeThreads + 32;
+  static constexpr int kLoadWarp = kComputeWarps;
+  static constexpr int kThreads = kComputeThreads + 2 * 32;  // the loading warp and the scout
 
   // Two tiles are enough in flight, and leave room for a block of the combine to be resident.
   static constexpr int kStages = 2;
@@ -44,12 +45,16 @@ struct NarrowShared {  // at a multiple of 1024 bytes
   // Slices of kQueryRows rows; when a row ends, its output (kQueryRows, kHeadDimV).
   std::uint8_t query[Traits::kSlices][Traits::kQuerySliceBytes];
   std::uint8_t probabilities[Traits::kQuerySliceBytes];  // one slice (kQueryRows, 64 tokens)
-  float reduction[Traits::kComputeWarps][Traits::kQueryRows];
-  float magnitude[Traits::kComputeWarps][Traits::kQueryRows];
+  alignas(16) float reduction[Traits::kQueryRows][Traits::kComputeWarps];
   float reference[Traits::kQueryRows];
   float factor[Traits::kQueryRows];
   std::uint64_t full[Traits::kStages];
   std::uint64_t empty[Traits::kStages];
+  std::uint64_t guessed;  // the scout has written `guess`
+  std::uint64_t opened;   // the scout has marked where results go
+  struct {
+    std::int32_t row, block, length;
+  } guess;  // of the tile that the part probably begins with
 };
 
 // Of 228 KB a multiprocessor; what is left holds blocks of the combine.
