@@ -91,7 +91,7 @@ struct CallShape {
   WarpStatistics* warp_statistics;
 };
 
-// Slices of a tile of the wide kernel that arrive first.
+// The slices of a tile that reach the wide kernel first.
 inline constexpr int kFirstPieceOfTile = 4;
 
 struct DecodeParams {
@@ -99,10 +99,8 @@ struct DecodeParams {
   // token in page, slice, key/value head, page).
   CUtensorMap q_map;
   CUtensorMap k_map;
-  CUtensorMap k_rest_map;
-  // Boxes of 64 rows hold all slices that one copy moves: of a tile for 32 query rows at most, all;
-  // of another, the first kFirstPieceOfTile (k_map), then the rest (k_rest_map). Smaller boxes hold
-  // one slice.
+  // Boxes of 64 rows hold all slices, of k_map for the wide kernel the first kFirstPieceOfTile;
+  // smaller ones hold one slice.
   std::int32_t q_box_rows_log2;  // box rows divide 64 and heads_per_kv_head
   std::int32_t k_box_rows_log2;  // box rows divide 64 and page_size
 
@@ -116,6 +114,8 @@ struct DecodeParams {
   std::int64_t visible_lens_batch_stride, visible_lens_token_stride;
   bool causal;
   float scale_log2;  // softmax_scale * log2(e)
+
+  CUtensorMap k_rest_map;  // the wide kernel's: the other slices of a tile
 };
 
 }  // namespace flashmla::cuda
