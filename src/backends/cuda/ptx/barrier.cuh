@@ -51,21 +51,6 @@ __device__ __forceinline__ bool mbarrier_try_wait(std::uint32_t barrier, int par
   return done != 0;
 }
 
-// Whether the phase of that parity is complete, without waiting.
-__device__ __forceinline__ bool mbarrier_test(std::uint32_t barrier, int parity) {
-  std::uint32_t done;
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n"
-      "selp.u32 %0, 1, 0, done;\n"
-      "}\n"
-      : "=r"(done)
-      : "r"(barrier), "r"(parity)
-      : "memory");
-  return done != 0;
-}
-
 // Waits for the phase of that parity to complete.
 __device__ __forceinline__ void mbarrier_wait(std::uint32_t barrier, int parity) {
   while (!mbarrier_try_wait(barrier, parity)) {

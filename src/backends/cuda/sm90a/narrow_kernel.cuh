@@ -35,12 +35,10 @@ struct StagePosition {
 // --- Scout: the last warp ------------------------------------------------------------------------
 
 // The tile that the part begins with if plan, lengths and table are what the scout read before it
-// was allowed to; no tokens: none, or the scout is not that far yet.
+// was allowed to; no tokens: none. Waits for the scout, which began to read with the block.
 template <class Traits>
 __device__ __forceinline__ Entry guessed_tile(const NarrowShared<Traits>& shared) {
-  if (!ptx::mbarrier_test(ptx::shared_address(&shared.guessed), 0)) {
-    return {Entry::kTile, 0, 0, 0, 0, 0};
-  }
+  ptx::mbarrier_wait(ptx::shared_address(&shared.guessed), 0);
   return {Entry::kTile, 0, shared.guess.row, shared.guess.block, 0, shared.guess.length};
 }
 
