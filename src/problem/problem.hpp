@@ -122,6 +122,9 @@ struct MergeProblem {
   std::int64_t lse_strides[3] = {};  // batch, head, token
 };
 
+// Whether the device is one that there is a name for.
+Status check_device(const Device& device);
+
 // The only places that reject input. On the CPU the contents of the int32 tensors are checked too
 // (the plan itself is checked when it is resolved: schedule/resolve.hpp).
 Result<Problem> validate(const DecodeRequest& request);

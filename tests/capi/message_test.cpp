@@ -85,6 +85,11 @@ const BadDecode kBadDecodes[] = {
        a.q.dtype = a.k_cache.dtype;
      },
      {"q is missing", "(batch, seq_len_q, num_heads_q, head_dim)"}},
+    {"q_zero", [](auto& a) { a.q = {}; }, {"q is missing"}},
+    {"k_cache_zero", [](auto& a) { a.k_cache = {}; }, {"k_cache is missing"}},
+    {"block_table_zero", [](auto& a) { a.block_table = {}; }, {"block_table is missing"}},
+    {"out_zero", [](auto& a) { a.out = {}; }, {"out is missing"}},
+    {"softmax_lse_zero", [](auto& a) { a.softmax_lse = {}; }, {"softmax_lse is missing"}},
     {"q_dtype",
      [](auto& a) { a.q.dtype = FLASHMLA_INT32; },
      {"q has dtype int32", "bfloat16, float16 or float32"}},
@@ -319,7 +324,7 @@ const BadDecode kBadDecodes[] = {
        a.has_softmax_scale = 1;
        a.softmax_scale = 1e300;
      },
-     {"softmax_scale is 1000", "finite float32"}},
+     {"softmax_scale is 1e+300;", "finite float32"}},
     {"unknown_kernel",
      [](auto& a) { a.kernel = "fastest"; },
      {"kernel is \"fastest\"", "cpu_reference_bf16"}},
