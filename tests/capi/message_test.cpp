@@ -382,7 +382,6 @@ const BadPlan kBadPlans[] = {
     {"same_row_twice", {{0, 0, 0, 3}, {0, 0, 2, 2}}, {"tile_scheduler_metadata[1]", "row 0"}},
     {"whole_and_fragment", {{0, 0, 2, 2}, {2, 1, 2, 2}}, {"tile_scheduler_metadata[1]", "row 2"}},
     {"fragment_then_whole", {{2, 0, 2, 1}, {0, 0, 2, 2}}, {"tile_scheduler_metadata", "row 2"}},
-    {"empty_row_twice", {{0, 0, 1, 0}, {1, 0, 2, 2}}, {"tile_scheduler_metadata[1]", "row 1"}},
     {"end_row_before_begin", {{2, 0, 0, 1}}, {"tile_scheduler_metadata[0]", "(row 2, block 0)"}},
     {"end_block_before_begin", {{0, 2, 0, 1}}, {"(row 0, block 2) to (row 0, block 1)"}},
     {"negative_begin_block", {{0, -1, 2, 2}}, {"tile_scheduler_metadata[0]", "block -1"}},
