@@ -36,5 +36,8 @@ def main() -> None:
     except Failure as failure:
         show_failure(failure)
         sys.exit(1)
+    except OSError as error:  # such as a full disk under standard output
+        show_failure(Failure(str(error)))
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import json
+import math
 import os
 import re
 import statistics
@@ -212,7 +213,7 @@ def _resident_kib(name: str) -> int:
 def _memory(gigabytes: float) -> None:
     """What a call needs beside a large cache: the peak during the call over the use before it."""
     page, head_dim = 64, 576
-    blocks = int(gigabytes * 1e9) // (page * head_dim * 2)
+    blocks = int(gigabytes * 1e9) // (page * head_dim * 2) if math.isfinite(gigabytes) else 0
     if blocks < 1:
         raise Failure(f"--memory is {gigabytes}; a cache needs at least 0.0001 GB")
     try:

@@ -9,7 +9,7 @@ import torch
 import typer
 from rich.markup import escape
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 import flashmla
 from flashmla.cli.console import Failure, console, kernel_named, require_support
@@ -109,8 +109,10 @@ def run(
     except RuntimeError as error:
         raise Failure(str(error)) from None
     try:
-        save_file({"out": out, "softmax_lse": softmax_lse}, str(output))
-    except (OSError, SafetensorError) as error:
+        # Not safetensors' save_file: it puts a new file, of mode 0600, in the place of whatever is
+        # there, which may be a link or a device.
+        output.write_bytes(save({"out": out, "softmax_lse": softmax_lse}))
+    except OSError as error:
         raise Failure(f"cannot write {output}: {error}") from None
     shapes = f"out {tuple(out.shape)} {out.dtype}, softmax_lse {tuple(softmax_lse.shape)}"
     console.print(escape(f"{output}: {shapes}"), soft_wrap=True)
