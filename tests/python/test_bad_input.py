@@ -163,6 +163,22 @@ def test_a_tensor_on_another_device_is_named(name):
     assert all((tensor == 5.0).all() for tensor in kept)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_longest_row_is_computed_and_a_longer_one_refused(dtype):
+    longest = 2**31 - 1024
+    # All tokens are one.
+    token = torch.arange(64, dtype=dtype) / 64
+    cache = token.expand(1, 2**31 - 1, 1, 64)
+    given = (torch.ones(1, 1, 1, 64, dtype=dtype), cache, torch.zeros(1, 1, dtype=torch.int32))
+    plan = flashmla.get_mla_metadata(ints(longest), 1, 1)
+    out, _ = flashmla.flash_mla_with_kvcache(
+        *given, ints(longest), 64, *plan, visible_lens=ints(3)[None]
+    )
+    assert torch.allclose(out[0, 0, 0], token)
+    with pytest.raises(RuntimeError, match=r"\[0\] is 2147482625; .* between 0 and 2147482624$"):
+        flashmla.flash_mla_with_kvcache(*given, ints(longest + 1), 64, *plan)
+
+
 TENSORS = ["q", "k_cache", "block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits"]
 
 
