@@ -240,7 +240,8 @@ def test_check_names_the_kernels_there_are(refusal):
 
 
 def test_info_says_why_each_kernel_is_or_is_not_chosen():
-    done = run("info", "--json", "--dtype", "float16", FLASHMLA_ISA="portable")
+    # FORCE_COLOR: continuous integration sets it, and JSON must stay JSON.
+    done = run("info", "--json", "--dtype", "float16", FLASHMLA_ISA="portable", FORCE_COLOR="1")
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     verdicts = {kernel["name"]: kernel["verdict"] for kernel in facts["kernels"]}
@@ -278,6 +279,12 @@ def test_output_that_cannot_be_written_ends_in_a_message():
     assert done.returncode == 1
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_output_that_cannot_be_encoded_ends_in_a_message():
+    done = run("demo", "--prompt", "été", "--tokens", 1, PYTHONIOENCODING="ascii")
+    assert done.returncode == 1
+    assert "'ascii' codec can't encode" in done.stderr
 
 
 def test_bench_times_a_workload_and_writes_its_files(tmp_path):

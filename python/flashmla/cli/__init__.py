@@ -36,7 +36,7 @@ def main() -> None:
     except Failure as failure:
         show_failure(failure)
         sys.exit(1)
-    except OSError as error:  # such as a full disk under standard output
+    except (OSError, UnicodeEncodeError) as error:  # a full disk, an output that is ASCII
         show_failure(Failure(str(error)))
         sys.exit(1)
     except KeyboardInterrupt:

@@ -26,7 +26,7 @@ import flashmla
 from flashmla import cases, reference
 from flashmla.cli import bench_cuda
 from flashmla.cli.ceilings import Ceilings
-from flashmla.cli.console import Failure, console, errors, require_support
+from flashmla.cli.console import Failure, console, errors, print_json, require_support
 from flashmla.cli.info import processor_name
 
 # The same instruction set for the peer: oneDNN's name for each cap.
@@ -386,7 +386,7 @@ def run(
         seconds = 0.2 if quick else 1.0
         rows = _measure_all(todo, counts, dtypes[dtype], cap or "all", seconds, commit)
     if as_json:
-        console.print_json(json.dumps([asdict(row) for row in rows]))
+        print_json([asdict(row) for row in rows])
     else:
         table = Table(box=None)
         left = ("workload", "isa", "of ceiling")

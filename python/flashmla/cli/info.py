@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from pathlib import Path
@@ -15,7 +14,7 @@ from rich.table import Table
 
 import flashmla
 from flashmla import _library
-from flashmla.cli.console import Failure, console, kernels, require_support
+from flashmla.cli.console import Failure, console, kernels, print_json, require_support
 
 
 def processor_name() -> str:
@@ -134,7 +133,7 @@ def run(
         ],
     }
     if as_json:
-        console.print_json(json.dumps(facts))
+        print_json(facts)
     else:
         _print(facts)
 
