@@ -153,6 +153,12 @@ def test_decode_takes_a_plan_and_visible_lens(tmp_path, inputs):
             "cache_seqlens[1] is -4",
         ),
         ({"q": torch.ones(3, 4)}, {}, ["--head-dim-v", 512], "q has shape (3, 4)"),
+        (
+            {"k_cache": torch.ones(40, 16, 30, 576).bfloat16()},
+            {},
+            ["--head-dim-v", 512],
+            "q has 4 heads; they must be a multiple of the 30 heads of k_cache",
+        ),
         ({}, {}, [], "--head-dim-v"),
         ({}, {"head_dim_v": "many"}, [], "head_dim_v = 'many'; it must be of type int"),
         ({}, {"head_dim_v": "512", "causal": "perhaps"}, [], "causal = 'perhaps'"),
@@ -261,6 +267,7 @@ def test_wrong_arguments_and_environment_end_in_a_message(refusal, monkeypatch):
     assert "is (77, 512); it must be one of" in refusal("info", "--head-dim", 77)
     assert "--dtype is int8" in refusal("info", "--dtype", "int8")
     assert "--device is tpu; it must be cpu or cuda" in refusal("info", "--device", "tpu")
+    assert "q has 2 heads; they must be" in refusal("info", "--heads", 2, "--kv-heads", 3)
     assert "batch " in refusal("info", "--batch", 2**31)
     assert "page_block_size " in refusal("info", "--page", 2**40)
     monkeypatch.setenv("FLASHMLA_ISA", "fast")

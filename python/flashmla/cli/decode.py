@@ -92,7 +92,8 @@ def run(
             )
     try:
         if plan[0] is None:
-            heads = q.shape[1] * q.shape[2] // k_cache.shape[2]
+            # At least 1: too few heads are refused with the call, in its own terms.
+            heads = max(1, q.shape[1] * q.shape[2] // k_cache.shape[2])
             plan = flashmla.get_mla_metadata(given["cache_seqlens"], heads, k_cache.shape[2])
         out, softmax_lse = torch.ops.flashmla.decode(
             q,
