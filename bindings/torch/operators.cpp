@@ -52,16 +52,23 @@ int32_t to_dtype(const char* name, ScalarType type) {
   }
 }
 
+// What Python's None is where an operator takes a tensor.
+void check_given(const char* name, const Tensor& tensor) {
+  if (!tensor.defined()) fail(std::string(name) + " is None; it must be a tensor");
+}
+
 // One device for all tensors of a call: that of the first.
 class Device {
  public:
-  explicit Device(const Tensor& tensor) : device_(tensor.device()) {}
+  Device(const char* name, const Tensor& tensor)
+      : device_((check_given(name, tensor), tensor.device())) {}
 
   int32_t type() const { return device_.is_cuda() ? FLASHMLA_CUDA : FLASHMLA_CPU; }
   int32_t index() const { return device_.is_cuda() ? device_.index() : 0; }
   const torch::stable::Device& torch_device() const { return device_; }
 
   flashmla_tensor view(const char* name, const Tensor& tensor) const {
+    check_given(name, tensor);
     if (tensor.device() != device_) {
       fail(std::string(name) +
            " is on another device than the first argument; all tensors of a "
@@ -156,7 +163,7 @@ struct DecodeArguments {
 };
 
 void decode_into(const DecodeArguments& given, const Tensor& out, const Tensor& softmax_lse) {
-  const Device device(given.q);
+  const Device device("q", given.q);
   flashmla_decode_args args{};
   args.struct_size = sizeof(args);
   args.device_type = device.type();
@@ -193,7 +200,7 @@ void decode_into(const DecodeArguments& given, const Tensor& out, const Tensor& 
 }
 
 std::tuple<Tensor, Tensor> decode_new(const DecodeArguments& given) {
-  const Device device(given.q);
+  const Device device("q", given.q);
   // A head_dim_v below 0 is refused by the library, but a tensor of that size cannot be made.
   const int64_t head_dim_v = std::clamp<int64_t>(given.head_dim_v, 0, size_or_zero(given.q, 3));
   const int64_t batch = size_or_zero(given.q, 0), tokens = size_or_zero(given.q, 1),
@@ -238,7 +245,7 @@ void decode_out(const Tensor& q, const Tensor& k_cache, int64_t head_dim_v,
 
 std::tuple<Tensor, Tensor> get_mla_metadata(const Tensor& cache_seqlens,
                                             int64_t num_heads_per_head_k, int64_t num_heads_k) {
-  const Device device(cache_seqlens);
+  const Device device("cache_seqlens", cache_seqlens);
   int32_t num_parts = 0;
   check(flashmla_plan_num_parts(device.type(), device.index(), num_heads_per_head_k, num_heads_k,
                                 static_cast<int32_t>(torch::stable::get_num_threads()),
@@ -260,7 +267,7 @@ std::tuple<Tensor, Tensor> get_mla_metadata(const Tensor& cache_seqlens,
 }
 
 std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& outs, const Tensor& lses) {
-  const Device device(outs);
+  const Device device("outs", outs);
   const int64_t batch = size_or_zero(outs, 1), tokens = size_or_zero(outs, 2),
                 heads = size_or_zero(outs, 3), head_dim_v = size_or_zero(outs, 4);
   Tensor out = empty(device, {batch, tokens, heads, head_dim_v}, outs.scalar_type());
