@@ -114,18 +114,27 @@ def flash_mla_with_kvcache(
             are asked for: this is inference only.
     """
     _library.library()
-    tensors = {
-        "k_cache": k_cache,
-        "block_table": block_table,
-        "cache_seqlens": cache_seqlens,
-        "tile_scheduler_metadata": tile_scheduler_metadata,
-        "num_splits": num_splits,
-        "visible_lens": visible_lens,
-        "out": out,
-        "softmax_lse": softmax_lse,
-    }
-    _check_device(q, tensors)
-    if torch.is_grad_enabled() and (q.requires_grad or k_cache.requires_grad):
+    device = q.device
+    # Comparing devices costs as much as the rest of this function: each once, names on failure.
+    if not (
+        k_cache.device
+        == block_table.device
+        == cache_seqlens.device
+        == tile_scheduler_metadata.device
+        == num_splits.device
+        == device
+    ):
+        _refuse_other_devices(
+            device,
+            k_cache=k_cache,
+            block_table=block_table,
+            cache_seqlens=cache_seqlens,
+            tile_scheduler_metadata=tile_scheduler_metadata,
+            num_splits=num_splits,
+        )
+    if visible_lens is not None or out is not None or softmax_lse is not None:
+        _refuse_other_devices(device, visible_lens=visible_lens, out=out, softmax_lse=softmax_lse)
+    if (q.requires_grad or k_cache.requires_grad) and torch.is_grad_enabled():
         name = "q" if q.requires_grad else "k_cache"
         raise RuntimeError(
             f"{name} requires gradients; flash_mla_with_kvcache computes none: call it under "
@@ -182,14 +191,14 @@ def merge_attention_states(
                 raise RuntimeError(f"{name} is an empty sequence; at least one part is needed")
             given = torch.stack(list(given))
         stacked[name] = given
-    _check_device(stacked["outs"], {"lses": stacked["lses"]})
+    _refuse_other_devices(stacked["outs"].device, lses=stacked["lses"])
     return torch.ops.flashmla.merge_attention_states(stacked["outs"], stacked["lses"])
 
 
-def _check_device(first: torch.Tensor, others: dict[str, torch.Tensor | None]) -> None:
+def _refuse_other_devices(first: torch.device, **others: torch.Tensor | None) -> None:
     for name, tensor in others.items():
-        if tensor is not None and tensor.device != first.device:
+        if tensor is not None and tensor.device != first:
             raise RuntimeError(
                 f"{name} is on {tensor.device}; all tensors must be on one device, that of the "
-                f"first, {first.device}"
+                f"first, {first}"
             )
