@@ -126,7 +126,7 @@ Status plan(const PlanRequest& request, const Execution& execution) {
     }
     return cuda::plan(problem.value(), execution.stream);
   }
-  schedule::plan_on_host(problem.value(), tuning::kCpuPlan);
+  schedule::plan_on_host(problem.value(), tuning::cpu_plan(problem.value().num_heads_per_head_k));
   return {};
 }
 
@@ -179,7 +179,8 @@ Status decode(const DecodeRequest& request, const WorkspaceSource& source,
   if (!schedule.ok()) return schedule.status();
   cpu::launch(problem.value(), *kernel.value(), schedule.value(), layout.value(), workspace,
               execution.executor);
-  cpu::combine(problem.value(), schedule.value(), layout.value(), workspace, execution.executor);
+  cpu::combine(problem.value(), *kernel.value(), schedule.value(), layout.value(), workspace,
+               execution.executor);
   return {};
 }
 
