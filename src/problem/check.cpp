@@ -35,7 +35,7 @@ std::string describe_shape(const TensorView& tensor) {
 Status check_tensor(const Argument& argument, std::int32_t rank, const char* wanted) {
   const auto& [name, tensor] = argument;
   const auto refuse = [&](const std::string& what) {
-    return Status::invalid_argument(std::string(name) + what);
+    return Status::invalid_argument(std::string(argument.name) + what);
   };
   if (!tensor.given()) return refuse(std::string(" is missing; it must be ") + wanted);
   if (tensor.rank != rank) {
