@@ -50,7 +50,7 @@ FLASHMLA_HD constexpr std::int64_t joined_parts(std::int64_t total, std::int32_t
   const std::int64_t fewest = (std::int64_t{num_parts} - 1) / model.most_joined + 1;
   const std::int64_t wanted = total / (model.row_start_units + kUnitsPerBlock * model.least_blocks);
   std::int64_t parts = wanted < fewest ? fewest : wanted < num_parts ? wanted : num_parts;
-  while (num_parts % parts != 0) --parts;
+  while (parts >= fewest && num_parts % parts != 0) --parts;
   return parts < fewest ? num_parts : parts;
 }
 

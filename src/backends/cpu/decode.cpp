@@ -165,9 +165,11 @@ Result<WorkspaceLayout> lay_out_workspace(const Problem& problem, const DecodeKe
   WorkspaceLayout layout;
   const schedule::Extent extent = schedule::measure(problem);
   layout.num_fragments = extent.num_fragments;
-  layout.items = work_items(problem, kernel, extent.num_row_walks, num_threads);
+  // More than there are threads make no difference, nor an overflow.
+  const std::int64_t row_walks = std::min<std::int64_t>(extent.num_row_walks, num_threads);
+  layout.items = work_items(problem, kernel, row_walks, num_threads);
   layout.num_workers = static_cast<std::int32_t>(
-      std::min<std::int64_t>(num_threads, extent.num_row_walks * layout.items.per_part()));
+      std::min<std::int64_t>(num_threads, row_walks * layout.items.per_part()));
   const auto fragments = static_cast<std::size_t>(layout.num_fragments);
   const auto partial_rows = static_cast<std::size_t>(problem.num_heads_k) *
                             static_cast<std::size_t>(problem.query_rows());
