@@ -88,7 +88,8 @@ Result<select::DeviceFacts> facts_of(const Device& device) {
 }
 
 Status device_supported(const Device& device) {
-  if (device.type == DeviceType::kCpu) return {};
+  if (Status status = check_device(device); !status.ok()) return status;
+  if (device.type == DeviceType::kCpu) return select::processor_facts().status();
   const Result<std::int32_t> capability = cuda::compute_capability(device.index);
   if (!capability.ok()) return capability.status();
   select::DeviceFacts facts;

@@ -88,15 +88,26 @@ int32_t to_dtype(const char* name, int32_t torch_dtype) {
        "and plans int32");
 }
 
+// What Python's None is where an operator takes a tensor.
+void check_given(const char* name, const Tensor& tensor) {
+  bool defined = false;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(tensor.get(), &defined));
+  if (!defined) fail(std::string(name) + " is None; it must be a tensor");
+}
+
 // One device for all tensors of a call: that of the first.
 class Device {
  public:
-  explicit Device(const Tensor& tensor) { read(tensor, &torch_type_, &torch_index_); }
+  Device(const char* name, const Tensor& tensor) {
+    check_given(name, tensor);
+    read(tensor, &torch_type_, &torch_index_);
+  }
 
   int32_t type() const { return is_cuda() ? FLASHMLA_CUDA : FLASHMLA_CPU; }
   int32_t index() const { return is_cuda() ? torch_index_ : 0; }
 
   flashmla_tensor view(const char* name, const Tensor& tensor) const {
+    check_given(name, tensor);
     int32_t type = 0, index = 0;
     read(tensor, &type, &index);
     if (type != torch_type_ || index != torch_index_) {
@@ -218,7 +229,7 @@ struct DecodeArguments {
 };
 
 void decode_into(const DecodeArguments& given, const Tensor& out, const Tensor& softmax_lse) {
-  const Device device(given.q);
+  const Device device("q", given.q);
   Workspace workspace{device, nullptr};
   flashmla_decode_args args{};
   args.struct_size = sizeof(args);
@@ -254,7 +265,7 @@ void decode_into(const DecodeArguments& given, const Tensor& out, const Tensor& 
 }
 
 std::tuple<Tensor, Tensor> decode_new(const DecodeArguments& given) {
-  const Device device(given.q);
+  const Device device("q", given.q);
   // A head_dim_v below 0 is refused by the library, but a tensor of that size cannot be made.
   const int64_t head_dim_v = std::clamp<int64_t>(given.head_dim_v, 0, size_or_zero(given.q, 3));
   const int64_t batch = size_or_zero(given.q, 0), tokens = size_or_zero(given.q, 1),
@@ -300,7 +311,7 @@ std::tuple<> decode_out(const Tensor& q, const Tensor& k_cache, int64_t head_dim
 
 std::tuple<Tensor, Tensor> get_mla_metadata(const Tensor& cache_seqlens,
                                             int64_t num_heads_per_head_k, int64_t num_heads_k) {
-  const Device device(cache_seqlens);
+  const Device device("cache_seqlens", cache_seqlens);
   int32_t num_parts = 0;
   check(flashmla_plan_num_parts(device.type(), device.index(), num_heads_per_head_k, num_heads_k,
                                 static_cast<int32_t>(torch::stable::get_num_threads()),
@@ -322,7 +333,7 @@ std::tuple<Tensor, Tensor> get_mla_metadata(const Tensor& cache_seqlens,
 }
 
 std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& outs, const Tensor& lses) {
-  const Device device(outs);
+  const Device device("outs", outs);
   const int64_t batch = size_or_zero(outs, 1), tokens = size_or_zero(outs, 2),
                 heads = size_or_zero(outs, 3), head_dim_v = size_or_zero(outs, 4);
   Tensor out = device.empty({batch, tokens, heads, head_dim_v}, torch_dtype_of(outs));

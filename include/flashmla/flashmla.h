@@ -171,7 +171,8 @@ FLASHMLA_API const char* flashmla_last_error(void);
 FLASHMLA_API const char* flashmla_version(void);
 
 /* Whether attention runs on a device: FLASHMLA_OK, or FLASHMLA_UNSUPPORTED with a message that
- * names what was found and what is needed. Creates no CUDA context. */
+ * names what was found and what is needed (FLASHMLA_INVALID_ARGUMENT: there is no such type of
+ * device, or FLASHMLA_ISA holds a word that is not known). Creates no CUDA context. */
 FLASHMLA_API flashmla_status flashmla_device_supported(int32_t device_type, int32_t device_index);
 
 /* What the process may use on the CPU, such as "AVX2 AVX512 AVX512_BF16", after FLASHMLA_ISA. The

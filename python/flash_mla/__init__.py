@@ -25,21 +25,30 @@ class FlashMLASchedMeta:
     shape: tuple[int, int, int, int] | None = None  # batch, seq_len_q, num_heads_q, num_heads_k
 
     def plan_for(
-        self, q: torch.Tensor, k_cache: torch.Tensor, cache_seqlens: torch.Tensor
+        self, shape: tuple[int, int, int, int], cache_seqlens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        shape = (q.shape[0], q.shape[1], q.shape[2], k_cache.shape[2])
         if self.shape is None:
-            self.tile_scheduler_metadata, self.num_splits = flashmla.get_mla_metadata(
-                cache_seqlens, shape[1] * shape[2] // shape[3], shape[3]
-            )
-            self.shape = shape
-        elif self.shape != shape:
+            _, seq_len_q, num_heads_q, num_heads_k = shape
+            # At least 1: a call without heads is refused by name when it gets there.
+            heads = max(1, seq_len_q * num_heads_q // max(1, num_heads_k))
+            return flashmla.get_mla_metadata(cache_seqlens, heads, max(1, num_heads_k))
+        if self.shape != shape:
             raise RuntimeError(
                 f"tile_scheduler_metadata was planned for (batch, seq_len_q, num_heads_q, "
                 f"num_heads_k) = {self.shape}, this call has {shape}; get a new one for each "
                 "decoding step"
             )
         return self.tile_scheduler_metadata, self.num_splits
+
+
+def _shape_of(q: torch.Tensor, k_cache: torch.Tensor) -> tuple[int, int, int, int]:
+    """batch, seq_len_q, num_heads_q, num_heads_k."""
+    for name, tensor in (("q", q), ("k_cache", k_cache)):
+        if not isinstance(tensor, torch.Tensor):
+            raise TypeError(f"{name} is of type {type(tensor).__name__}; it must be a torch.Tensor")
+        if tensor.dim() != 4:
+            raise RuntimeError(f"{name} has {tensor.dim()} dimensions; it must have 4")
+    return q.shape[0], q.shape[1], q.shape[2], k_cache.shape[2]
 
 
 @overload
@@ -101,10 +110,25 @@ def flash_mla_with_kvcache(
     for name, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
         if value is None:
             raise RuntimeError(f"{name} is None; attention over a dense cache needs it")
-    if isinstance(tile_scheduler_metadata, FlashMLASchedMeta):
-        plan = tile_scheduler_metadata.plan_for(q, k_cache, cache_seqlens)
-    else:
-        plan = (tile_scheduler_metadata, num_splits)
-    return flashmla.flash_mla_with_kvcache(
+    meta = tile_scheduler_metadata
+    if not isinstance(meta, FlashMLASchedMeta):
+        return flashmla.flash_mla_with_kvcache(
+            q,
+            k_cache,
+            block_table,
+            cache_seqlens,
+            head_dim_v,
+            meta,
+            num_splits,
+            softmax_scale,
+            causal,
+        )
+    shape = _shape_of(q, k_cache)
+    plan = meta.plan_for(shape, cache_seqlens)
+    results = flashmla.flash_mla_with_kvcache(
         q, k_cache, block_table, cache_seqlens, head_dim_v, *plan, softmax_scale, causal
     )
+    # Only now: a call that was refused may be made again with other lengths.
+    meta.tile_scheduler_metadata, meta.num_splits = plan
+    meta.shape = shape
+    return results

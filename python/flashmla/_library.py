@@ -204,9 +204,9 @@ def explain_selection(
         RuntimeError: a wrong argument, no kernel computes the call, or the forced one declines.
     """
     batch, seq_len_q, num_heads_q, _ = q.shape
-    plan = torch.ops.flashmla.get_mla_metadata(
-        cache_seqlens, seq_len_q * num_heads_q // k_cache.shape[2], k_cache.shape[2]
-    )
+    # At least 1: too few heads are refused with the call, in its own terms.
+    heads = max(1, seq_len_q * num_heads_q // k_cache.shape[2])
+    plan = torch.ops.flashmla.get_mla_metadata(cache_seqlens, heads, k_cache.shape[2])
     tensors = {
         "q": q,
         "k_cache": k_cache,

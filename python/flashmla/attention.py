@@ -8,6 +8,16 @@ import torch
 
 from flashmla import _library
 
+# The tensors that every attention call has, in the order of `required` below.
+_REQUIRED = (
+    "q",
+    "k_cache",
+    "block_table",
+    "cache_seqlens",
+    "tile_scheduler_metadata",
+    "num_splits",
+)
+
 
 def is_flashmla_supported(
     device: torch.device | str | int | None = None,
@@ -51,9 +61,11 @@ def get_mla_metadata(
         num_splits: (batch + 1) int32. docs/scheduling.md describes both, and plans by hand.
 
     Raises:
+        TypeError: cache_seqlens is no tensor.
         RuntimeError: a wrong dtype, shape or value, or no support on the device.
     """
     _library.library()
+    _check_tensors({"cache_seqlens": cache_seqlens})
     return torch.ops.flashmla.get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k)
 
 
@@ -107,6 +119,7 @@ def flash_mla_with_kvcache(
         and lse +inf. A row that no part of the plan walks keeps what its outputs held.
 
     Raises:
+        TypeError: an argument that must be a tensor is none; the message names it.
         RuntimeError: a wrong shape, dtype, device, stride or value; the message names the argument,
             what it was and what is accepted, and nothing is written. On a GPU values are checked
             only with `FLASHMLA_CHECK=1` in the environment, which waits for the GPU at each call;
@@ -114,32 +127,13 @@ def flash_mla_with_kvcache(
             are asked for: this is inference only.
     """
     _library.library()
-    device = q.device
-    # Comparing devices costs as much as the rest of this function: each once, names on failure.
-    if not (
-        k_cache.device
-        == block_table.device
-        == cache_seqlens.device
-        == tile_scheduler_metadata.device
-        == num_splits.device
-        == device
-    ):
-        _refuse_other_devices(
-            device,
-            k_cache=k_cache,
-            block_table=block_table,
-            cache_seqlens=cache_seqlens,
-            tile_scheduler_metadata=tile_scheduler_metadata,
-            num_splits=num_splits,
-        )
-    if visible_lens is not None or out is not None or softmax_lse is not None:
-        _refuse_other_devices(device, visible_lens=visible_lens, out=out, softmax_lse=softmax_lse)
-    if (q.requires_grad or k_cache.requires_grad) and torch.is_grad_enabled():
-        name = "q" if q.requires_grad else "k_cache"
-        raise RuntimeError(
-            f"{name} requires gradients; flash_mla_with_kvcache computes none: call it under "
-            "torch.no_grad() or detach its inputs"
-        )
+    optional = {"visible_lens": visible_lens, "out": out, "softmax_lse": softmax_lse}
+    required = (q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits)
+    if not _are_plain(required) or any(tensor is not None for tensor in optional.values()):
+        tensors = dict(zip(_REQUIRED, required, strict=True))
+        tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+        _check_tensors(tensors)
+        _check_no_gradients("flash_mla_with_kvcache", tensors)
     shared = (
         q,
         k_cache,
@@ -155,11 +149,11 @@ def flash_mla_with_kvcache(
         if visible_lens is None:
             return torch.ops.flashmla.fwd_kvcache_mla(*shared)
         return torch.ops.flashmla.decode(*shared, visible_lens)
+    out_shape, lse_shape = _result_shapes(q, head_dim_v)
     if out is None:
-        out = q.new_empty((*q.shape[:-1], head_dim_v))
+        out = q.new_empty(out_shape)
     if softmax_lse is None:
-        batch, seq_len_q, num_heads_q, _ = q.shape
-        softmax_lse = q.new_empty((batch, num_heads_q, seq_len_q), dtype=torch.float32)
+        softmax_lse = q.new_empty(lse_shape, dtype=torch.float32)
     torch.ops.flashmla.decode_out(*shared, visible_lens, -1, out, softmax_lse)
     return out, softmax_lse
 
@@ -181,24 +175,98 @@ def merge_attention_states(
         lse: (batch, num_heads_q, seq_len_q) float32. All parts empty: out 0 and lse +inf.
 
     Raises:
-        RuntimeError: a wrong shape, dtype or device, or no parts.
+        TypeError: outs or lses is neither a tensor nor a sequence of tensors.
+        RuntimeError: a wrong shape, dtype or device, or no parts. Also where gradients are asked
+            for: this is inference only.
     """
     _library.library()
-    stacked = {}
-    for name, given in (("outs", outs), ("lses", lses)):
-        if not isinstance(given, torch.Tensor):
-            if len(given) == 0:
-                raise RuntimeError(f"{name} is an empty sequence; at least one part is needed")
-            given = torch.stack(list(given))
-        stacked[name] = given
-    _refuse_other_devices(stacked["outs"].device, lses=stacked["lses"])
+    stacked = {"outs": _stack("outs", outs), "lses": _stack("lses", lses)}
+    _check_tensors(stacked)
+    _check_no_gradients("merge_attention_states", stacked)
     return torch.ops.flashmla.merge_attention_states(stacked["outs"], stacked["lses"])
 
 
-def _refuse_other_devices(first: torch.device, **others: torch.Tensor | None) -> None:
-    for name, tensor in others.items():
-        if tensor is not None and tensor.device != first:
+def _require_tensor(name: str, given: object, wanted: str = "a torch.Tensor") -> None:
+    if not isinstance(given, torch.Tensor):
+        what = "None" if given is None else f"of type {type(given).__name__}"
+        raise TypeError(f"{name} is {what}; it must be {wanted}")
+
+
+def _are_plain(tensors: tuple[torch.Tensor, ...]) -> bool:
+    """Whether the checks below have nothing to say, at a third of their cost."""
+    if not isinstance(tensors[0], torch.Tensor):
+        return False
+    device = tensors[0].device
+    # `==`, since Python tries a device's `!=` both ways round.
+    return all(
+        isinstance(tensor, torch.Tensor)
+        and tensor.layout is torch.strided
+        and tensor.device == device
+        and not tensor.requires_grad
+        for tensor in tensors
+    )
+
+
+def _check_tensors(tensors: dict[str, torch.Tensor]) -> None:
+    """All are tensors, dense ones, on the device of the first."""
+    device = None
+    for name, tensor in tensors.items():
+        _require_tensor(name, tensor)
+        if tensor.layout != torch.strided:
+            raise RuntimeError(f"{name} has layout {tensor.layout}; it must be torch.strided")
+        if device is None:
+            device = tensor.device
+        elif tensor.device != device:
             raise RuntimeError(
                 f"{name} is on {tensor.device}; all tensors must be on one device, that of the "
-                f"first, {first}"
+                f"first, {device}"
             )
+
+
+def _check_no_gradients(function: str, tensors: dict[str, torch.Tensor]) -> None:
+    if not torch.is_grad_enabled():
+        return
+    for name, tensor in tensors.items():
+        if tensor.requires_grad:
+            raise RuntimeError(
+                f"{name} requires gradients; {function} computes none: call it under "
+                "torch.no_grad() or detach its inputs"
+            )
+
+
+def _result_shapes(q: torch.Tensor, head_dim_v: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Of out and softmax_lse; (0,) where q or head_dim_v is wrong, which the operator names."""
+    try:
+        fits = q.dim() == 4 and 0 <= head_dim_v <= q.shape[3]
+    except TypeError:  # head_dim_v is no number
+        fits = False
+    if not fits:
+        return (0,), (0,)
+    batch, seq_len_q, num_heads_q, _ = q.shape
+    return (batch, seq_len_q, num_heads_q, head_dim_v), (batch, num_heads_q, seq_len_q)
+
+
+def _stack(name: str, given: torch.Tensor | Sequence[torch.Tensor]) -> torch.Tensor:
+    """The parts in one tensor."""
+    if isinstance(given, torch.Tensor):
+        return given
+    if not isinstance(given, Sequence) or isinstance(given, str):
+        _require_tensor(name, given, "a torch.Tensor or a sequence of them")
+    if len(given) == 0:
+        raise RuntimeError(f"{name} is an empty sequence; at least one part is needed")
+    for index, part in enumerate(given):
+        _require_tensor(f"{name}[{index}]", part)
+        if (part.shape, part.dtype, part.device) != (
+            given[0].shape,
+            given[0].dtype,
+            given[0].device,
+        ):
+            raise RuntimeError(
+                f"{name}[{index}] is {_describe(part)}; all parts must be as the first, "
+                f"{_describe(given[0])}"
+            )
+    return torch.stack(list(given))
+
+
+def _describe(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} of shape {tuple(tensor.shape)} on {tensor.device}"

@@ -29,6 +29,7 @@ struct MergeScale {
   }
   float merged_lse() const {
     if (sum == 0.0f) return std::numeric_limits<float>::infinity();
+    if (sum == 1.0f) return largest;  // adding log(1) would turn -0 into 0
     return static_cast<float>(static_cast<double>(largest) + std::log(static_cast<double>(sum)));
   }
 };

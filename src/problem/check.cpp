@@ -85,6 +85,7 @@ Status check_tensor(const Argument& argument, std::int32_t rank, const char* wan
 
 Status check_dtype(const Argument& argument, std::initializer_list<DType> accepted) {
   const auto& [name, tensor] = argument;
+  if (!tensor.given()) return {};
   if (std::find(accepted.begin(), accepted.end(), tensor.dtype) != accepted.end()) return {};
   std::string text = std::string(name) + " has dtype " + dtype_name(tensor.dtype) + "; it must be ";
   std::size_t index = 0;
@@ -94,6 +95,14 @@ Status check_dtype(const Argument& argument, std::initializer_list<DType> accept
     ++index;
   }
   return Status::invalid_argument(text);
+}
+
+Status check_same_dtype(const Argument& argument, const Argument& model) {
+  const auto& [name, tensor] = argument;
+  if (!tensor.given() || tensor.dtype == model.tensor.dtype) return {};
+  return Status::invalid_argument(std::string(name) + " has dtype " + dtype_name(tensor.dtype) +
+                                  "; it must be that of " + model.name + ", " +
+                                  dtype_name(model.tensor.dtype));
 }
 
 Status check_shape(const Argument& argument, std::initializer_list<std::int64_t> wanted,

@@ -23,7 +23,10 @@ struct Argument {
 // the dimensions, such as "(batch, seq_len_q, num_heads_q, head_dim)".
 Status check_tensor(const Argument& argument, std::int32_t rank, const char* wanted);
 
+// The two checks of a dtype pass over an argument that is missing, whose dtype says nothing:
+// check_tensor, which must follow, refuses that.
 Status check_dtype(const Argument& argument, std::initializer_list<DType> accepted);
+Status check_same_dtype(const Argument& argument, const Argument& model);
 
 // Exact sizes; a negative entry accepts any size.
 Status check_shape(const Argument& argument, std::initializer_list<std::int64_t> wanted,

@@ -1,5 +1,6 @@
 #include "problem/contents.hpp"
 
+#include <algorithm>
 #include <cstdlib>
 #include <string>
 #include <string_view>
@@ -74,10 +75,11 @@ Status copy_tensor(const std::int32_t*& tensor, std::int64_t rows, std::int64_t 
 }  // namespace
 
 Status check_contents(const Problem& problem) {
-  if (Status status =
-          check_lengths(problem.cache_seqlens, problem.cache_seqlens_stride, problem.batch,
-                        static_cast<std::int64_t>(problem.max_pages_per_row) * problem.page_size,
-                        " (max_num_blocks_per_seq * page_block_size)");
+  const std::int64_t slots = std::int64_t{problem.max_pages_per_row} * problem.page_size;
+  if (Status status = check_lengths(
+          problem.cache_seqlens, problem.cache_seqlens_stride, problem.batch,
+          std::min<std::int64_t>(slots, kMaxRowTokens),
+          slots <= kMaxRowTokens ? " (max_num_blocks_per_seq * page_block_size)" : "");
       !status.ok()) {
     return status;
   }

@@ -1,6 +1,7 @@
 #include "problem/problem.hpp"
 
 #include <array>
+#include <charconv>
 #include <cmath>
 #include <string>
 
@@ -22,6 +23,7 @@ using problem::check_dtype;
 using problem::check_int32;
 using problem::check_last_stride;
 using problem::check_no_overlap;
+using problem::check_same_dtype;
 using problem::check_shape;
 using problem::check_tensor;
 
@@ -43,17 +45,6 @@ Status check_head_dims(std::int64_t head_dim, std::int64_t head_dim_v) {
   return Status::invalid_argument(text);
 }
 
-Status check_device(const Device& device) {
-  if (device.type == DeviceType::kCpu || device.type == DeviceType::kCuda) {
-    if (device.index >= 0) return {};
-    return Status::invalid_argument("device index is " + std::to_string(device.index) +
-                                    "; it must not be negative");
-  }
-  return Status::invalid_argument("device type is " +
-                                  std::to_string(static_cast<std::int32_t>(device.type)) +
-                                  "; it must be 0 (CPU) or 1 (CUDA)");
-}
-
 Status check_floating(const Argument& argument, const Device& device) {
   if (device.type == DeviceType::kCpu) {
     return check_dtype(argument, {DType::kBFloat16, DType::kFloat16, DType::kFloat32});
@@ -65,6 +56,17 @@ Status check_floating(const Argument& argument, const Device& device) {
 
 std::span<const HeadDims> supported_head_dims() {
   return kHeadDims;
+}
+
+Status check_device(const Device& device) {
+  if (device.type == DeviceType::kCpu || device.type == DeviceType::kCuda) {
+    if (device.index >= 0) return {};
+    return Status::invalid_argument("device index is " + std::to_string(device.index) +
+                                    "; it must not be negative");
+  }
+  return Status::invalid_argument("device type is " +
+                                  std::to_string(static_cast<std::int32_t>(device.type)) +
+                                  "; it must be 0 (CPU) or 1 (CUDA)");
 }
 
 Result<Problem> validate(const DecodeRequest& request) {
@@ -81,11 +83,7 @@ Result<Problem> validate(const DecodeRequest& request) {
   FLASHMLA_RETURN_IF_ERROR(check_device(request.device));
   FLASHMLA_RETURN_IF_ERROR(check_floating(q, request.device));
   FLASHMLA_RETURN_IF_ERROR(check_tensor(q, 4, "(batch, seq_len_q, num_heads_q, head_dim)"));
-  if (request.k_cache.dtype != request.q.dtype) {
-    return Status::invalid_argument(std::string("k_cache has dtype ") +
-                                    dtype_name(request.k_cache.dtype) + "; it must be that of q, " +
-                                    dtype_name(request.q.dtype));
-  }
+  FLASHMLA_RETURN_IF_ERROR(check_same_dtype(k_cache, q));
   FLASHMLA_RETURN_IF_ERROR(
       check_tensor(k_cache, 4, "(num_blocks, page_block_size, num_heads_k, head_dim)"));
   FLASHMLA_RETURN_IF_ERROR(check_dtype(block_table, {DType::kInt32}));
@@ -149,10 +147,7 @@ Result<Problem> validate(const DecodeRequest& request) {
     }
   }
 
-  if (request.out.dtype != request.q.dtype) {
-    return Status::invalid_argument(std::string("out has dtype ") + dtype_name(request.out.dtype) +
-                                    "; it must be that of q, " + dtype_name(request.q.dtype));
-  }
+  FLASHMLA_RETURN_IF_ERROR(check_same_dtype(out, q));
   FLASHMLA_RETURN_IF_ERROR(check_tensor(out, 4, "(batch, seq_len_q, num_heads_q, head_dim_v)"));
   FLASHMLA_RETURN_IF_ERROR(check_shape(out, {batch, seq_len_q, num_heads_q, request.head_dim_v},
                                        "(batch, seq_len_q, num_heads_q, head_dim_v)"));
@@ -164,7 +159,10 @@ Result<Problem> validate(const DecodeRequest& request) {
       check_shape(lse, {batch, num_heads_q, seq_len_q}, "(batch, num_heads_q, seq_len_q)"));
   FLASHMLA_RETURN_IF_ERROR(check_no_overlap(lse));
   if (request.has_softmax_scale && !std::isfinite(static_cast<float>(request.softmax_scale))) {
-    return Status::invalid_argument("softmax_scale is " + std::to_string(request.softmax_scale) +
+    std::array<char, 32> text;
+    char* const end =
+        std::to_chars(text.data(), text.data() + text.size(), request.softmax_scale).ptr;
+    return Status::invalid_argument("softmax_scale is " + std::string(text.data(), end) +
                                     "; it must be a finite float32");
   }
 
@@ -278,10 +276,7 @@ Result<MergeProblem> validate(const MergeRequest& request) {
   FLASHMLA_RETURN_IF_ERROR(check_shape(lses, {shape[0], shape[1], shape[3], shape[2]},
                                        "(parts, batch, num_heads_q, seq_len_q of outs)"));
   FLASHMLA_RETURN_IF_ERROR(check_last_stride(outs));
-  if (request.out.dtype != request.outs.dtype) {
-    return Status::invalid_argument(std::string("out has dtype ") + dtype_name(request.out.dtype) +
-                                    "; it must be that of outs, " + dtype_name(request.outs.dtype));
-  }
+  FLASHMLA_RETURN_IF_ERROR(check_same_dtype(out, outs));
   FLASHMLA_RETURN_IF_ERROR(check_tensor(out, 4, "(batch, seq_len_q, num_heads_q, head_dim_v)"));
   FLASHMLA_RETURN_IF_ERROR(check_shape(out, {shape[1], shape[2], shape[3], shape[4]},
                                        "(batch, seq_len_q, num_heads_q, head_dim_v of outs)"));

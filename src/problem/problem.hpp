@@ -14,6 +14,9 @@ namespace flashmla {
 
 // Tokens in a block of the plan, whatever the page size.
 inline constexpr std::int32_t kBlockTokens = 64;
+// The longest row that is computed. Kernels count tokens in int32, by blocks of up to 1024: the
+// count past the last block must fit.
+inline constexpr std::int32_t kMaxRowTokens = INT32_MAX - 1023;
 // int32 fields in a row of tile_scheduler_metadata.
 inline constexpr std::int32_t kPlanRowFields = 8;
 
@@ -121,6 +124,9 @@ struct MergeProblem {
   float* lse = nullptr;
   std::int64_t lse_strides[3] = {};  // batch, head, token
 };
+
+// Whether the device is one that there is a name for.
+Status check_device(const Device& device);
 
 // The only places that reject input. On the CPU the contents of the int32 tensors are checked too
 // (the plan itself is checked when it is resolved: schedule/resolve.hpp).

@@ -84,6 +84,23 @@ Status mark_whole(const Walk& walk, std::int32_t part, const Problem& problem,
   return {};
 }
 
+// An empty row has no blocks, so parts that meet in it may both name it. It stays with the first of
+// them that is read, lest two threads write its results at once.
+void leave_named_empty_rows(Walk& walk, const Problem& problem, const std::uint8_t* marks) {
+  const auto is_taken = [&](std::int32_t row) {
+    return marks[row] == kWhole && row_blocks(problem, row) == 0;
+  };
+  while (walk.begin_row <= walk.end_row && is_taken(walk.begin_row)) {
+    ++walk.begin_row;
+    walk.begin_block = 0;
+  }
+  while (walk.begin_row <= walk.end_row && is_taken(walk.end_row)) {
+    --walk.end_row;
+    walk.end_block = row_blocks(problem, walk.end_row);
+  }
+  if (walk.begin_row > walk.end_row) walk.begin_row = -1;
+}
+
 // Neighbouring fragments of a row meet, the first begins at block 0 and the last ends the row.
 Status check_coverage(const Problem& problem, std::span<const Fragment> fragments,
                       const std::uint8_t* marks) {
@@ -141,8 +158,7 @@ Result<Schedule> resolve(const Problem& problem, std::int64_t num_fragments, std
     return true;
   };
   for (std::int32_t part = 0; part < problem.num_parts; ++part) {
-    const Walk walk = read_walk(problem, part);
-    walks[part] = walk;
+    Walk& walk = walks[part] = read_walk(problem, part);
     if (walk.begin_row < 0) continue;
     if (is_malformed(problem, part)) {
       const std::int32_t* fields = problem.plan_rows + part * problem.plan_row_stride;
@@ -152,6 +168,8 @@ Result<Schedule> resolve(const Problem& problem, std::int64_t num_fragments, std
           std::to_string(fields[3]) +
           "); a part must not end before it begins, and blocks count from 0");
     }
+    leave_named_empty_rows(walk, problem, marks);
+    if (walk.begin_row < 0) continue;
     if (Status status = mark_whole(walk, part, problem, marks); !status.ok()) return status;
     if (!add_fragment(walk, part, walk.begin_row) ||
         (walk.end_row != walk.begin_row && !add_fragment(walk, part, walk.end_row))) {

@@ -51,7 +51,8 @@ Extent measure(const Problem& problem);
 std::size_t resolve_bytes(const Problem& problem, std::int64_t num_fragments);
 
 // `memory` is 8-byte aligned and at least resolve_bytes() long. Fails, naming part and row, when a
-// part ends before it begins, a block is walked twice, or a row is walked in part only.
+// part ends before it begins, a block is walked twice, or a row is walked in part only. An empty
+// row that several parts begin or end with is left with one of them.
 Result<Schedule> resolve(const Problem& problem, std::int64_t num_fragments, std::byte* memory);
 
 // resolve() for its verdict alone, in memory of its own.

@@ -45,6 +45,20 @@ TEST(Abi, CpuIsSupportedAndCudaSaysWhyNot) {
   }
 }
 
+TEST(Abi, ADeviceThatThereIsNoNameForIsNamed) {
+  std::int32_t parts = 0;
+  EXPECT_EQ(flashmla_device_supported(7, 0), FLASHMLA_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(flashmla_last_error()).find("device type is 7"), std::string::npos);
+  EXPECT_EQ(flashmla_plan_num_parts(FLASHMLA_CPU, -1, 1, 1, 1, &parts), FLASHMLA_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(flashmla_last_error()).find("device index is -1"), std::string::npos);
+}
+
+TEST(Abi, TheCpuIsNotSupportedWithAnUnknownInstructionSet) {
+  const ScopedIsa isa("sse9");
+  EXPECT_EQ(flashmla_device_supported(FLASHMLA_CPU, 0), FLASHMLA_INVALID_ARGUMENT);
+  EXPECT_NE(std::string(flashmla_last_error()).find("FLASHMLA_ISA is \"sse9\""), std::string::npos);
+}
+
 TEST(Abi, LongerStructOfANewerCallerIsTakenWhenItsNewFieldsAreZero) {
   DecodeCase call(DecodeShape{});
   struct Newer {

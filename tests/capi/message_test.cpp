@@ -86,6 +86,11 @@ const BadDecode kBadDecodes[] = {
        a.q.dtype = a.k_cache.dtype;
      },
      {"q is missing", "(batch, seq_len_q, num_heads_q, head_dim)"}},
+    {"q_zero", [](auto& a) { a.q = {}; }, {"q is missing"}},
+    {"k_cache_zero", [](auto& a) { a.k_cache = {}; }, {"k_cache is missing"}},
+    {"block_table_zero", [](auto& a) { a.block_table = {}; }, {"block_table is missing"}},
+    {"out_zero", [](auto& a) { a.out = {}; }, {"out is missing"}},
+    {"softmax_lse_zero", [](auto& a) { a.softmax_lse = {}; }, {"softmax_lse is missing"}},
     {"q_dtype",
      [](auto& a) { a.q.dtype = FLASHMLA_INT32; },
      {"q has dtype int32", "bfloat16, float16 or float32"}},
@@ -320,7 +325,7 @@ const BadDecode kBadDecodes[] = {
        a.has_softmax_scale = 1;
        a.softmax_scale = 1e300;
      },
-     {"softmax_scale is 1000", "finite float32"}},
+     {"softmax_scale is 1e+300;", "finite float32"}},
     {"unknown_kernel",
      [](auto& a) { a.kernel = "fastest"; },
      {"kernel is \"fastest\"", "cpu_reference_bf16"}},
@@ -378,7 +383,6 @@ const BadPlan kBadPlans[] = {
     {"same_row_twice", {{0, 0, 0, 3}, {0, 0, 2, 2}}, {"tile_scheduler_metadata[1]", "row 0"}},
     {"whole_and_fragment", {{0, 0, 2, 2}, {2, 1, 2, 2}}, {"tile_scheduler_metadata[1]", "row 2"}},
     {"fragment_then_whole", {{2, 0, 2, 1}, {0, 0, 2, 2}}, {"tile_scheduler_metadata", "row 2"}},
-    {"empty_row_twice", {{0, 0, 1, 0}, {1, 0, 2, 2}}, {"tile_scheduler_metadata[1]", "row 1"}},
     {"end_row_before_begin", {{2, 0, 0, 1}}, {"tile_scheduler_metadata[0]", "(row 2, block 0)"}},
     {"end_block_before_begin", {{0, 2, 0, 1}}, {"(row 0, block 2) to (row 0, block 1)"}},
     {"negative_begin_block", {{0, -1, 2, 2}}, {"tile_scheduler_metadata[0]", "block -1"}},

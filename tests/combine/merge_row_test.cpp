@@ -52,6 +52,11 @@ TEST(MergeRow, LonePartPassesThroughBitForBit) {
   }
 }
 
+TEST(MergeRow, ALonePartsNegativeZeroIsKept) {
+  std::vector<float> out(1);
+  EXPECT_TRUE(std::signbit(merge({-0.0f, HUGE_VALF}, {{1.0f}, {1.0f}}, out)));
+}
+
 TEST(MergeRow, NothingAtAll) {
   std::vector<float> out(2, 7.0f);
   EXPECT_EQ(merge({HUGE_VALF, -HUGE_VALF}, {{NAN, NAN}, {NAN, NAN}}, out), HUGE_VALF);

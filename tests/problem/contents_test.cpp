@@ -63,6 +63,12 @@ TEST_F(Contents, GoodOnes) {
   EXPECT_EQ(verdict(), "");
 }
 
+TEST_F(Contents, ARowIsLongerThanAnyIsComputed) {
+  problem_.page_size = INT32_MAX;
+  lengths_[2] = kMaxRowTokens + 1;
+  EXPECT_EQ(verdict(), "cache_seqlens[1] is 2147482625; it must be between 0 and 2147482624");
+}
+
 TEST_F(Contents, BlockIdsInUse) {
   table_[6] = 8;
   EXPECT_EQ(verdict(), "block_table[1, 1] is 8; k_cache has blocks 0 to 7");

@@ -85,7 +85,7 @@ BAD = [
     ({"num_splits": torch.zeros(2, dtype=torch.int32)}, r"num_splits has shape \(2\)"),
     ({"num_splits": torch.zeros(3)}, "num_splits has dtype float32"),
     ({"softmax_scale": float("nan")}, "softmax_scale is nan; it must be a finite"),
-    ({"softmax_scale": 1e300}, "softmax_scale is .*; it must be a finite"),
+    ({"softmax_scale": 1e300}, r"softmax_scale is 1e\+300; it must be a finite"),
     (last_stride_two("q"), "q has strides .*; the last dimension must be contiguous"),
     (last_stride_two("k_cache"), "k_cache has strides .*; the last dimension must be contiguous"),
     (last_stride_two("out"), "out has strides .*; the last dimension must be contiguous"),
@@ -163,6 +163,82 @@ def test_a_tensor_on_another_device_is_named(name):
     assert all((tensor == 5.0).all() for tensor in kept)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+def test_the_longest_row_is_computed_and_a_longer_one_refused(dtype):
+    longest = 2**31 - 1024
+    # All tokens are one.
+    token = torch.arange(64, dtype=dtype) / 64
+    cache = token.expand(1, 2**31 - 1, 1, 64)
+    given = (torch.ones(1, 1, 1, 64, dtype=dtype), cache, torch.zeros(1, 1, dtype=torch.int32))
+    plan = flashmla.get_mla_metadata(ints(longest), 1, 1)
+    out, _ = flashmla.flash_mla_with_kvcache(
+        *given, ints(longest), 64, *plan, visible_lens=ints(3)[None]
+    )
+    assert torch.allclose(out[0, 0, 0], token)
+    with pytest.raises(RuntimeError, match=r"\[0\] is 2147482625; .* between 0 and 2147482624$"):
+        flashmla.flash_mla_with_kvcache(*given, ints(longest + 1), 64, *plan)
+
+
+TENSORS = ["q", "k_cache", "block_table", "cache_seqlens", "tile_scheduler_metadata", "num_splits"]
+
+
+@pytest.mark.parametrize("name", [*TENSORS, "visible_lens", "out", "softmax_lse"])
+@pytest.mark.parametrize("value", [None, [1, 2]], ids=["none", "list"])
+def test_what_is_no_tensor_is_named(name, value):
+    if value is None and name not in TENSORS:
+        pytest.skip("may be left out")
+    given = arguments()
+    given[name] = value
+    what = "None" if value is None else "of type list"
+    with pytest.raises(TypeError, match=f"{name} is {what}; it must be a torch.Tensor"):
+        flashmla.flash_mla_with_kvcache(**given)
+
+
+@pytest.mark.parametrize("name", TENSORS)
+def test_none_for_a_tensor_of_an_operator_is_named(name):
+    given = arguments()
+    given[name] = None
+    order = ("q", "k_cache", "head_dim_v", "cache_seqlens", "block_table", "softmax_scale")
+    order += ("causal", "tile_scheduler_metadata", "num_splits")
+    with pytest.raises(RuntimeError, match=f"{name} is None; it must be a tensor"):
+        torch.ops.flashmla.fwd_kvcache_mla(*(given[argument] for argument in order))
+
+
+def test_a_sparse_tensor_is_named():
+    given = arguments()
+    given["block_table"] = given["block_table"].to_sparse()
+    with pytest.raises(RuntimeError, match=r"block_table has layout torch\.sparse_coo; it must"):
+        flashmla.flash_mla_with_kvcache(**given)
+
+
+@pytest.mark.parametrize("kept", ["out", "softmax_lse"])
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"q": torch.zeros(2, 4, 576).bfloat16()}, "q has 3 dimensions"),
+        ({"q": torch.zeros(()).bfloat16()}, "q has 0 dimensions"),
+        ({"head_dim_v": -3}, r"\(576, -3\); it must be one of"),
+        ({"head_dim_v": 2**40}, r"\(576, 1099511627776\); it must be one of"),
+        ({"head_dim_v": None}, "argument 'head_dim_v'"),
+    ],
+)
+def test_is_refused_with_the_same_message_when_one_result_is_given(kept, change, message):
+    given = arguments()
+    del given["softmax_lse" if kept == "out" else "out"]
+    given.update(change)
+    with pytest.raises(RuntimeError, match=message):
+        flashmla.flash_mla_with_kvcache(**given)
+    assert (given[kept] == 5.0).all()
+
+
+@pytest.mark.parametrize("name", ["out", "softmax_lse"])
+def test_results_that_require_gradients_are_named(name):
+    given = arguments()
+    given[name].requires_grad_()
+    with pytest.raises(RuntimeError, match=f"{name} requires gradients"):
+        flashmla.flash_mla_with_kvcache(**given)
+
+
 def test_the_arguments_are_right_when_nothing_is_changed():
     given = arguments()
     flashmla.flash_mla_with_kvcache(**given)
@@ -190,6 +266,12 @@ def test_gradients_are_not_asked_for_under_no_grad():
 def test_bad_planning_calls(given, message):
     with pytest.raises(RuntimeError, match=message):
         flashmla.get_mla_metadata(*given)
+
+
+@pytest.mark.parametrize("lengths", [None, [1, 2]])
+def test_lengths_that_are_no_tensor_are_named(lengths):
+    with pytest.raises(TypeError, match=r"cache_seqlens is .*; it must be a torch\.Tensor"):
+        flashmla.get_mla_metadata(lengths, 16, 1)
 
 
 @pytest.mark.parametrize("index", [99, 2**40])

@@ -153,6 +153,12 @@ def test_decode_takes_a_plan_and_visible_lens(tmp_path, inputs):
             "cache_seqlens[1] is -4",
         ),
         ({"q": torch.ones(3, 4)}, {}, ["--head-dim-v", 512], "q has shape (3, 4)"),
+        (
+            {"k_cache": torch.ones(40, 16, 30, 576).bfloat16()},
+            {},
+            ["--head-dim-v", 512],
+            "q has 4 heads; they must be a multiple of the 30 heads of k_cache",
+        ),
         ({}, {}, [], "--head-dim-v"),
         ({}, {"head_dim_v": "many"}, [], "head_dim_v = 'many'; it must be of type int"),
         ({}, {"head_dim_v": "512", "causal": "perhaps"}, [], "causal = 'perhaps'"),
@@ -178,6 +184,19 @@ def test_decode_refuses_files_that_it_cannot_read_or_write(tmp_path, inputs, ref
     source = write(tmp_path / "in.safetensors", inputs)
     target = tmp_path / "none" / "out"
     assert "cannot write" in refusal("decode", source, "-o", target, "--head-dim-v", 512)
+
+
+def test_decode_writes_into_what_is_there(tmp_path, inputs):
+    # A new file in its place would turn a link, or a device, into a file.
+    source = write(tmp_path / "in.safetensors", inputs)
+    target, link = tmp_path / "target", tmp_path / "link"
+    target.touch(mode=0o640)
+    link.symlink_to(target)
+    done = run("decode", source, "-o", link, "--head-dim-v", 512)
+    assert done.returncode == 0, done.stderr
+    assert link.is_symlink()
+    assert target.stat().st_mode & 0o777 == 0o640
+    assert set(load_file(str(target))) == {"out", "softmax_lse"}
 
 
 def test_the_forms_of_the_peer_compute_attention(monkeypatch):
@@ -227,7 +246,8 @@ def test_check_names_the_kernels_there_are(refusal):
 
 
 def test_info_says_why_each_kernel_is_or_is_not_chosen():
-    done = run("info", "--json", "--dtype", "float16", FLASHMLA_ISA="portable")
+    # FORCE_COLOR: continuous integration sets it, and JSON must stay JSON.
+    done = run("info", "--json", "--dtype", "float16", FLASHMLA_ISA="portable", FORCE_COLOR="1")
     assert done.returncode == 0, done.stderr
     facts = json.loads(done.stdout)
     verdicts = {kernel["name"]: kernel["verdict"] for kernel in facts["kernels"]}
@@ -247,11 +267,31 @@ def test_wrong_arguments_and_environment_end_in_a_message(refusal, monkeypatch):
     assert "is (77, 512); it must be one of" in refusal("info", "--head-dim", 77)
     assert "--dtype is int8" in refusal("info", "--dtype", "int8")
     assert "--device is tpu; it must be cpu or cuda" in refusal("info", "--device", "tpu")
+    assert "q has 2 heads; they must be" in refusal("info", "--heads", 2, "--kv-heads", 3)
+    assert "batch " in refusal("info", "--batch", 2**31)
+    assert "page_block_size " in refusal("info", "--page", 2**40)
     monkeypatch.setenv("FLASHMLA_ISA", "fast")
-    assert 'FLASHMLA_ISA is "fast"' in refusal("info")
+    for command in ("info", "check", "demo", "bench"):
+        assert 'FLASHMLA_ISA is "fast"' in refusal(command)
     assert run("info", "--no-such-option").returncode == 2
     assert run("no-such-command").returncode == 2
     assert run("--help").returncode == 0
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
+def test_output_that_cannot_be_written_ends_in_a_message():
+    command = [sys.executable, "-m", "flashmla", "info"]
+    with open("/dev/full", "w") as full:
+        done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_output_that_cannot_be_encoded_ends_in_a_message():
+    done = run("demo", "--prompt", "été", "--tokens", 1, PYTHONIOENCODING="ascii")
+    assert done.returncode == 1
+    assert "'ascii' codec can't encode" in done.stderr
 
 
 def test_bench_times_a_workload_and_writes_its_files(tmp_path):
@@ -282,6 +322,8 @@ def test_bench_times_a_workload_and_writes_its_files(tmp_path):
         (["--only", "nothing"], "no workload contains 'nothing'"),
         (["--threads", 0], "--threads is 0; it must be at least 1"),
         (["--dtype", "int8"], "--dtype is int8"),
+        (["--memory", "nan"], "--memory is nan; a cache needs at least"),
+        (["--memory", "inf"], "--memory is inf; a cache needs at least"),
     ],
 )
 def test_bench_refuses(refusal, options, message):

@@ -140,3 +140,30 @@ def test_a_missing_table_is_named(inputs):
     inputs.block_table = None
     with pytest.raises(RuntimeError, match="block_table is None"):
         call(inputs, plan)
+
+
+def test_a_first_call_that_is_refused_leaves_the_plan_to_the_next(inputs):
+    plan, _ = flash_mla.get_mla_metadata()
+    lengths, inputs.cache_seqlens = inputs.cache_seqlens, inputs.cache_seqlens + 10000
+    with pytest.raises(RuntimeError, match=r"cache_seqlens\[0\] is 10130"):
+        call(inputs, plan)
+    inputs.cache_seqlens = lengths
+    found = call(inputs, plan)
+    assert all(same_bits(a, b) for a, b in zip(found, attend(inputs), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "error", "message"),
+    [
+        ("q", None, TypeError, "q is of type NoneType; it must be a torch.Tensor"),
+        ("q", torch.zeros(2, 8, 576).bfloat16(), RuntimeError, "q has 3 dimensions; it must"),
+        ("k_cache", torch.zeros(2, 2).bfloat16(), RuntimeError, "k_cache has 2 dimensions"),
+        ("k_cache", torch.zeros(5, 64, 0, 576).bfloat16(), RuntimeError, "num_heads_k .* is 0"),
+        ("q", torch.zeros(2, 2, 0, 576).bfloat16(), RuntimeError, "num_heads_q .* is 0"),
+    ],
+)
+def test_what_no_plan_can_be_made_for_is_named(inputs, name, value, error, message):
+    plan, _ = flash_mla.get_mla_metadata()
+    setattr(inputs, name, value)
+    with pytest.raises(error, match=message):
+        call(inputs, plan)

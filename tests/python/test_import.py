@@ -145,17 +145,21 @@ def test_the_environment_decides_about_the_names():
 def test_an_unknown_instruction_set_is_named():
     code = """
 import torch, flashmla
+print(*flashmla.is_flashmla_supported("cpu"), sep="\\n")
 q, k = torch.zeros(1, 1, 1, 64), torch.zeros(1, 64, 1, 64)
 lens, table = torch.ones(1, dtype=torch.int32), torch.zeros(1, 1, dtype=torch.int32)
-plan = flashmla.get_mla_metadata(lens, 1, 1)
-try:
-    flashmla.flash_mla_with_kvcache(q, k, table, lens, 64, *plan)
-except RuntimeError as error:
-    print(error)
+plan = torch.tensor([[0, 0, 0, 1, 0, 0, 0, 0]], dtype=torch.int32), lens.new_zeros(2)
+for call in (
+    lambda: flashmla.get_mla_metadata(lens, 1, 1),
+    lambda: flashmla.flash_mla_with_kvcache(q, k, table, lens, 64, *plan),
+):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
 """
-    assert output(code, FLASHMLA_ISA="sse9") == (
-        'FLASHMLA_ISA is "sse9"; it must be one of portable, neon, avx2, avx512, amx'
-    )
+    message = 'FLASHMLA_ISA is "sse9"; it must be one of portable, neon, avx2, avx512, amx'
+    assert output(code, FLASHMLA_ISA="sse9").splitlines() == ["False", message, message, message]
 
 
 @pytest.mark.parametrize("isa", ["portable", "avx2", "avx512"])

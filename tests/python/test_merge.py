@@ -165,3 +165,40 @@ def test_empty_batch():
 def test_bad_input_is_named(outs, lses, message):
     with pytest.raises(RuntimeError, match=message):
         flashmla.merge_attention_states(outs, lses)
+
+
+def parts(*dtypes: torch.dtype) -> list[torch.Tensor]:
+    return [torch.zeros(1, 1, 1, 8, dtype=dtype) for dtype in dtypes]
+
+
+@pytest.mark.parametrize(
+    ("outs", "error", "message"),
+    [
+        (None, TypeError, "outs is None; it must be a torch.Tensor or a sequence of them"),
+        ("ab", TypeError, "outs is of type str; it must be a torch.Tensor or a sequence"),
+        ([*parts(torch.float32), None], TypeError, r"outs\[1\] is None; it must be a torch.Tensor"),
+        (
+            parts(torch.float32, torch.float16),
+            RuntimeError,
+            r"outs\[1\] is torch.float16 of shape .*; all parts must be as the first",
+        ),
+        (
+            [*parts(torch.float32), torch.zeros(2, 1, 1, 8)],
+            RuntimeError,
+            r"outs\[1\] is torch.float32 of shape \(2, 1, 1, 8\)",
+        ),
+    ],
+)
+def test_what_is_no_sequence_of_like_tensors_is_named(outs, error, message):
+    with pytest.raises(error, match=message):
+        flashmla.merge_attention_states(outs, torch.zeros(2, 1, 1, 1))
+
+
+def test_gradients_are_refused_rather_than_lost():
+    outs, lses = random_parts(2, (1, 1, 2, 8), torch.float32)
+    outs.requires_grad_()
+    with pytest.raises(RuntimeError, match="outs requires gradients; merge_attention_states"):
+        flashmla.merge_attention_states(outs, lses)
+    with torch.no_grad():
+        out, _ = flashmla.merge_attention_states(outs, lses)
+    assert not out.requires_grad

@@ -153,12 +153,28 @@ def test_attention_follows_any_valid_plan(data, lens):
     )
 
 
+def one_part(batch: int) -> tuple[torch.Tensor, torch.Tensor]:
+    metadata = torch.tensor([[0, 0, batch - 1, 2**31 - 1, 0, 0, 0, 0]], dtype=torch.int32)
+    return metadata, torch.zeros(batch + 1, dtype=torch.int32)
+
+
 def test_one_part_with_zero_num_splits_writes_every_row():
     lens = [300, 0, 65, 1]
     inputs = formula_inputs(lens, 4, dims=(96, 64), dtype=torch.float32)
-    metadata = torch.tensor([[0, 0, 3, 2**31 - 1, 0, 0, 0, 0]], dtype=torch.int32)
-    found = attend(inputs, (metadata, torch.zeros(5, dtype=torch.int32)))
+    found = attend(inputs, one_part(4))
     assert within_bounds(inputs, found)
+
+
+@pytest.mark.parametrize("lens", [[300, 20, 65], [300, 0, 65], [0, 0, 65], [300, 0, 0], [0, 0, 0]])
+def test_parts_may_end_where_the_next_begins_though_the_row_is_empty(lens):
+    # One part a row, each up to block 0 of the next row: an engine that dealt out rows before it
+    # knew their lengths.
+    inputs = formula_inputs(lens, 4, dims=(96, 64), dtype=torch.float32)
+    rows = [[row, 0, row + 1, 0, 0, 0, 0, 0] for row in range(3)]
+    plan = torch.tensor(rows, dtype=torch.int32), torch.zeros(4, dtype=torch.int32)
+    found = attend(inputs, plan)
+    assert within_bounds(inputs, found)
+    assert all(same_bits(a, b) for a, b in zip(found, attend(inputs, one_part(3)), strict=True))
 
 
 def test_rows_that_no_part_walks_are_left_alone():

@@ -67,6 +67,36 @@ TEST_F(Resolve, FragmentsAreOrderedByBlockWhateverTheOrderOfParts) {
   EXPECT_EQ(walks[3].begin_fragment, 0);
 }
 
+TEST_F(Resolve, AnEmptyRowInWhichPartsMeetIsWalkedByOneOfThem) {
+  // Every part ends where the next begins: before block 0 of a row.
+  const std::vector<std::int32_t> rows[2] = {{0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 2, 0, 0, 0, 0, 0,  //
+                                              2, 0, 3, 0, 0, 0, 0, 0},
+                                             {2, 0, 3, 0, 0, 0, 0, 0, 1, 0, 2, 0, 0, 0, 0, 0,  //
+                                              0, 0, 1, 0, 0, 0, 0, 0}};
+  for (const std::vector<std::int32_t>& order : rows) {
+    const auto result = resolve(order);
+    ASSERT_TRUE(result.ok()) << result.status().message();
+    EXPECT_TRUE(result.value().fragments.empty());
+    std::int32_t walked[3] = {};
+    for (const schedule::Walk& walk : result.value().walks) {
+      for (std::int32_t row = walk.begin_row; row >= 0 && row <= walk.end_row; ++row) {
+        const std::int32_t blocks[3] = {4, 0, 2};
+        walked[row] += row != walk.end_row || walk.end_block == blocks[row];
+      }
+    }
+    EXPECT_EQ(walked[0], 1);
+    EXPECT_EQ(walked[1], 1);
+    EXPECT_EQ(walked[2], 1);
+  }
+}
+
+TEST_F(Resolve, AnEmptyRowNamedByPartsThatHaveNothingElse) {
+  const auto result = resolve({1, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1, 9, 0, 0, 0, 0});
+  ASSERT_TRUE(result.ok()) << result.status().message();
+  EXPECT_EQ(result.value().walks[0].begin_row, 1);
+  EXPECT_EQ(result.value().walks[1].begin_row, -1);
+}
+
 TEST_F(Resolve, PartsThatAreAllEmptyLeaveEveryRowAlone) {
   const auto result = resolve({-1, 5, 5, 5, 5, 5, 5, 5, 3, 0, 3, 9, 0, 0, 0, 0});
   ASSERT_TRUE(result.ok());

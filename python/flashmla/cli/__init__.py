@@ -36,5 +36,8 @@ def main() -> None:
     except Failure as failure:
         show_failure(failure)
         sys.exit(1)
+    except (OSError, UnicodeEncodeError) as error:  # a full disk, an output that is ASCII
+        show_failure(Failure(str(error)))
+        sys.exit(1)
     except KeyboardInterrupt:
         sys.exit(130)

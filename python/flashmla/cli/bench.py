@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime
 import json
+import math
 import os
 import re
 import statistics
@@ -25,7 +26,7 @@ import flashmla
 from flashmla import cases, reference
 from flashmla.cli import bench_cuda
 from flashmla.cli.ceilings import Ceilings
-from flashmla.cli.console import Failure, console, errors, require_support
+from flashmla.cli.console import Failure, console, errors, print_json, require_support
 from flashmla.cli.info import processor_name
 
 # The same instruction set for the peer: oneDNN's name for each cap.
@@ -212,7 +213,7 @@ def _resident_kib(name: str) -> int:
 def _memory(gigabytes: float) -> None:
     """What a call needs beside a large cache: the peak during the call over the use before it."""
     page, head_dim = 64, 576
-    blocks = int(gigabytes * 1e9) // (page * head_dim * 2)
+    blocks = int(gigabytes * 1e9) // (page * head_dim * 2) if math.isfinite(gigabytes) else 0
     if blocks < 1:
         raise Failure(f"--memory is {gigabytes}; a cache needs at least 0.0001 GB")
     try:
@@ -385,7 +386,7 @@ def run(
         seconds = 0.2 if quick else 1.0
         rows = _measure_all(todo, counts, dtypes[dtype], cap or "all", seconds, commit)
     if as_json:
-        console.print_json(json.dumps([asdict(row) for row in rows]))
+        print_json([asdict(row) for row in rows])
     else:
         table = Table(box=None)
         left = ("workload", "isa", "of ceiling")

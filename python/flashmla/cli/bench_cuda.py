@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import datetime
 import io
-import json
 import re
 import subprocess
 from collections.abc import Iterator
@@ -15,7 +14,7 @@ import torch
 from rich.table import Table
 
 from flashmla import _library
-from flashmla.cli.console import Failure, console, errors
+from flashmla.cli.console import Failure, console, errors, print_json
 
 PROGRAM = Path(_library.LIBRARY_PATH).with_name("cuda_bench")
 MEASURED = ("workload", "mode", "us", "tflops", "gbs", "percent_of_ceiling", "relative_error")
@@ -105,7 +104,7 @@ def run(
     """Measures, prints, and writes the file if one is asked for."""
     rows = measure(only, kernel, commit)
     if as_json:
-        console.print_json(json.dumps([as_numbers(row) for row in rows]))
+        print_json([as_numbers(row) for row in rows])
     else:
         show(rows)
     if csv_path is not None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 from rich.console import Console
 from rich.markup import escape
 
@@ -26,6 +28,11 @@ def require_support(device: str) -> None:
 def show_failure(failure: Failure) -> None:
     """Prints the message as it is: a shape in brackets is no markup."""
     errors.print(f"[bold red]flashmla:[/] {escape(str(failure))}", highlight=False, soft_wrap=True)
+
+
+def print_json(value: object) -> None:
+    """Prints for programs: never coloured or wrapped, whatever the console is told to do."""
+    print(json.dumps(value, indent=2))
 
 
 def kernels() -> list[_library.Kernel]:

@@ -9,7 +9,7 @@ import torch
 import typer
 from rich.markup import escape
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
+from safetensors.torch import save
 
 import flashmla
 from flashmla.cli.console import Failure, console, kernel_named, require_support
@@ -92,7 +92,8 @@ def run(
             )
     try:
         if plan[0] is None:
-            heads = q.shape[1] * q.shape[2] // k_cache.shape[2]
+            # At least 1: too few heads are refused with the call, in its own terms.
+            heads = max(1, q.shape[1] * q.shape[2] // k_cache.shape[2])
             plan = flashmla.get_mla_metadata(given["cache_seqlens"], heads, k_cache.shape[2])
         out, softmax_lse = torch.ops.flashmla.decode(
             q,
@@ -109,8 +110,10 @@ def run(
     except RuntimeError as error:
         raise Failure(str(error)) from None
     try:
-        save_file({"out": out, "softmax_lse": softmax_lse}, str(output))
-    except (OSError, SafetensorError) as error:
+        # Not safetensors' save_file: it puts a new file, of mode 0600, in the place of whatever is
+        # there, which may be a link or a device.
+        output.write_bytes(save({"out": out, "softmax_lse": softmax_lse}))
+    except OSError as error:
         raise Failure(f"cannot write {output}: {error}") from None
     shapes = f"out {tuple(out.shape)} {out.dtype}, softmax_lse {tuple(softmax_lse.shape)}"
     console.print(escape(f"{output}: {shapes}"), soft_wrap=True)

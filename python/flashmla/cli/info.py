@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 from pathlib import Path
@@ -14,8 +13,8 @@ from rich.markup import escape
 from rich.table import Table
 
 import flashmla
-from flashmla import _library, cases
-from flashmla.cli.console import Failure, console, kernels, require_support
+from flashmla import _library
+from flashmla.cli.console import Failure, console, kernels, print_json, require_support
 
 
 def processor_name() -> str:
@@ -99,19 +98,20 @@ def run(
         f"batch {batch}, {seq_len_q} x {heads} queries, {kv_heads} kv heads, "
         f"{head_dim}/{head_dim_v}, page {page}, {dtype}, on {device}"
     )
-    # Block 0 in every table, one token a row.
-    call = cases.Inputs(
-        q=torch.zeros(batch, seq_len_q, heads, head_dim, dtype=dtypes[dtype]),
-        k_cache=torch.zeros(1, page, kv_heads, head_dim, dtype=dtypes[dtype]),
-        block_table=torch.zeros(batch, 1, dtype=torch.int32),
-        cache_seqlens=torch.ones(batch, dtype=torch.int32),
-        head_dim_v=head_dim_v,
-        softmax_scale=None,
-        causal=False,
-        visible_lens=None,
-    ).to(device)
+
+    # Block 0 in every table, one token a row; expanded, so that no size of a problem takes memory.
+    def ints(value: int, *shape: int) -> torch.Tensor:
+        return torch.full((1,), value, dtype=torch.int32, device=device).expand(shape)
+
+    vector = torch.zeros(head_dim, dtype=dtypes[dtype], device=device)
     verdicts = _verdicts(
-        (call.q, call.k_cache, call.block_table, call.cache_seqlens, call.head_dim_v)
+        (
+            vector.expand(batch, seq_len_q, heads, head_dim),
+            vector.expand(1, page, kv_heads, head_dim),
+            ints(0, batch, 1),
+            ints(1, batch),
+            head_dim_v,
+        )
     )
     facts = {
         "version": _library.version(),
@@ -133,7 +133,7 @@ def run(
         ],
     }
     if as_json:
-        console.print_json(json.dumps(facts))
+        print_json(facts)
     else:
         _print(facts)
 
