@@ -127,9 +127,10 @@ def flash_mla_with_kvcache(
             are asked for: this is inference only.
     """
     _library.library()
-    optional = {"visible_lens": visible_lens, "out": out, "softmax_lse": softmax_lse}
     required = (q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits)
-    if not _are_plain(required) or any(tensor is not None for tensor in optional.values()):
+    has_optional = visible_lens is not None or out is not None or softmax_lse is not None
+    if has_optional or not _are_plain(required):
+        optional = {"visible_lens": visible_lens, "out": out, "softmax_lse": softmax_lse}
         tensors = dict(zip(_REQUIRED, required, strict=True))
         tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
         _check_tensors(tensors)
@@ -194,17 +195,17 @@ def _require_tensor(name: str, given: object, wanted: str = "a torch.Tensor") ->
 
 def _are_plain(tensors: tuple[torch.Tensor, ...]) -> bool:
     """Whether the checks below have nothing to say, at a third of their cost."""
-    if not isinstance(tensors[0], torch.Tensor):
+    device = None
+    for tensor in tensors:
+        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
+            return False
+        if device is None:
+            device = tensor.device
+        # `==`, since Python tries a device's `!=` both ways round.
+        if tensor.device == device and not tensor.requires_grad:
+            continue
         return False
-    device = tensors[0].device
-    # `==`, since Python tries a device's `!=` both ways round.
-    return all(
-        isinstance(tensor, torch.Tensor)
-        and tensor.layout is torch.strided
-        and tensor.device == device
-        and not tensor.requires_grad
-        for tensor in tensors
-    )
+    return True
 
 
 def _check_tensors(tensors: dict[str, torch.Tensor]) -> None:
