@@ -127,7 +127,7 @@ Status plan(const PlanRequest& request, const Execution& execution) {
     }
     return cuda::plan(problem.value(), execution.stream);
   }
-  schedule::plan_on_host(problem.value(), tuning::cpu_plan(problem.value().num_heads_per_head_k));
+  schedule::plan_on_host(problem.value(), tuning::kCpuPlan);
   return {};
 }
 

@@ -42,22 +42,16 @@ void plan_on_host(const PlanProblem& problem, const PlanModel& model) {
   const std::int64_t payload = payload_units(total, problem.num_parts, model);
   problem.num_splits[0] = 0;
 
-  // Where shares are joined, that has already seen to the least.
-  PlanModel shares = model;
-  std::int32_t parts_to_use = problem.num_parts;
-  if (model.most_joined > 0) {
-    shares.least_blocks = 1;
-    parts_to_use = static_cast<std::int32_t>(joined_parts(total, problem.num_parts, model));
-  }
-  const EvenPlan even = even_plan(problem.batch, parts_to_use, total, most_blocks, payload, shares);
+  const EvenPlan even =
+      even_plan(problem.batch, problem.num_parts, total, most_blocks, payload, model);
   if (even.rows_per_part > 0) {
     for (std::int32_t part = 0; part < problem.num_parts; ++part) {
       write_even_part(problem.plan_rows + static_cast<std::int64_t>(part) * kPlanRowFields, part,
-                      problem.batch, even, shares, blocks_of);
+                      problem.batch, even, model, blocks_of);
     }
     for (std::int32_t row = 0; row < problem.batch; ++row) {
       problem.num_splits[row + 1] =
-          problem.num_splits[row] + shares_of_row(blocks_of(row), even.shares_per_row, shares);
+          problem.num_splits[row] + shares_of_row(blocks_of(row), even.shares_per_row, model);
     }
     return;
   }

@@ -43,26 +43,12 @@ FLASHMLA_HD constexpr std::int64_t row_cost(std::int32_t blocks, std::int32_t ro
   return row_start_units + kUnitsPerBlock * blocks;
 }
 
-// How many of num_parts get work, where shares are joined: so many that each has the least, and a
-// divisor of num_parts, so that as many workers share each part. All where no divisor will do.
-FLASHMLA_HD constexpr std::int64_t joined_parts(std::int64_t total, std::int32_t num_parts,
-                                                const PlanModel& model) {
-  const std::int64_t fewest = (std::int64_t{num_parts} - 1) / model.most_joined + 1;
-  const std::int64_t wanted = total / (model.row_start_units + kUnitsPerBlock * model.least_blocks);
-  std::int64_t parts = wanted < fewest ? fewest : wanted < num_parts ? wanted : num_parts;
-  while (parts >= fewest && num_parts % parts != 0) --parts;
-  return parts < fewest ? num_parts : parts;
-}
-
 // Units between two cuts: an equal share, and never less than the least that a part should have (a
 // block at least: two cuts in one would leave a part empty).
 FLASHMLA_HD constexpr std::int64_t payload_units(std::int64_t total, std::int32_t num_parts,
                                                  const PlanModel& model) {
-  const bool joined = model.most_joined > 0;
-  const std::int64_t parts = joined ? joined_parts(total, num_parts, model) : num_parts;
-  const std::int64_t share = (total + parts - 1) / parts;
-  const std::int64_t least =
-      model.row_start_units + kUnitsPerBlock * (joined ? 1 : model.least_blocks);
+  const std::int64_t share = (total + num_parts - 1) / num_parts;
+  const std::int64_t least = model.row_start_units + kUnitsPerBlock * model.least_blocks;
   return share > least ? share : least;
 }
 

@@ -11,21 +11,11 @@ struct PlanModel {
   std::int32_t row_start_units;  // what starting a row costs, in units of 1/8 block (1 to 8)
   std::int32_t least_blocks;     // of a share of a row: less is not worth its merge
   bool may_be_even;              // whether rows that are alike are divided evenly
-  // How many equal shares may be joined to reach least_blocks: more would leave workers without
-  // work. 0: any number.
-  std::int32_t most_joined = 0;
 };
 
 // CPU: packing the queries and writing the result of a row takes about an eighth of the time of a
-// block of 64 tokens, for 16 heads and for 128.
-//
-// With many query rows a partial result is as large as 100 cached tokens: up to four threads rather
-// share a part, each for some of the query rows, than that a part has less than 16 blocks.
-// Measured: docs/performance/cpu.md.
-inline constexpr std::int64_t kCpuFewQueryRows = 48;
-constexpr PlanModel cpu_plan(std::int64_t query_rows) {
-  return query_rows <= kCpuFewQueryRows ? PlanModel{1, 1, true} : PlanModel{1, 16, true, 4};
-}
+// block of 64 tokens, for 16 heads and for 128. A merge costs little, so the line is always cut.
+inline constexpr PlanModel kCpuPlan{1, 1, false};
 
 // CUDA: loading queries and writing a result takes about half a block's time. With more query rows
 // than this a partial result is so large that a share of one block is not worth its merge

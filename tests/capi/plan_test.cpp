@@ -57,7 +57,7 @@ TEST(Plan, CoversEveryRowOnceAndEvenly) {
         ::testing::AssertionResult fits = ::testing::AssertionFailure();
         for (std::int64_t start = 1; start <= kMostRowStart && !fits; ++start) {
           fits = plan_holds(lengths, rows, PlanCall::ints(call.splits),
-                            {static_cast<std::int32_t>(start), 1, true, 4});
+                            {static_cast<std::int32_t>(start), 1, false});
         }
         ASSERT_TRUE(fits) << "batch " << batch << ", " << parts << " parts";
       }

@@ -99,12 +99,6 @@ MUTATIONS = [
     # --- schedule: the planner
     Mutation(
         "schedule/planner.hpp",
-        "return parts < fewest ? num_parts : parts;",
-        "return parts;",
-        PLANNER,
-    ),
-    Mutation(
-        "schedule/planner.hpp",
         "(length - 1) / kBlockTokens + 1",
         "length / kBlockTokens + 1",
         PLANNER,

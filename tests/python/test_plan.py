@@ -57,7 +57,7 @@ def check_plan(
         assert splits[row + 1] - splits[row] == len(shares)
     # Balance, in eighths of a block, of which each row costs one more wherever it begins. What it
     # costs on a GPU, a block at most, is the library's affair: there the blocks alone are judged.
-    # A plan may leave parts without work, so as to have fewer cuts: the mean is of the rest.
+    # And a GPU's plan may leave parts without work, so as not to cut rows: the mean is of the rest.
     start = 1 if device == "cpu" else 8
     blocks = [0] * metadata.shape[0]
     starts = [0] * metadata.shape[0]
@@ -65,7 +65,7 @@ def check_plan(
         for first, end, part, split in shares:
             blocks[part] += 8 * (end - first)
             starts[part] += start * (split == 0)
-    parts = max(1, int((metadata[:, 0] >= 0).sum()))
+    parts = len(blocks) if device == "cpu" else max(1, int((metadata[:, 0] >= 0).sum()))
     mean = -(-(sum(blocks) + sum(starts)) // (8 * parts))  # blocks, rounded up
     costs = map(sum, zip(blocks, starts, strict=True)) if device == "cpu" else blocks
     assert max(costs) <= 8 * (mean + 1) + start

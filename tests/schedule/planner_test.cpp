@@ -37,14 +37,12 @@ void expect_plan_holds(const std::vector<std::int32_t>& lengths, std::int32_t nu
   const PlanOf plan(lengths, num_parts, model);
   ASSERT_TRUE(plan_holds(lengths, plan.rows, plan.num_splits, model))
       << "row_start_units " << model.row_start_units << " least_blocks " << model.least_blocks
-      << " may_be_even " << model.may_be_even << " most_joined " << model.most_joined;
+      << " may_be_even " << model.may_be_even;
 }
 
 constexpr schedule::PlanModel kLine{1, 1, false};
 constexpr schedule::PlanModel kEven{4, 1, true};
 constexpr schedule::PlanModel kEvenPairs{4, 2, true};
-constexpr schedule::PlanModel kJoinFour{1, 16, true, 4};
-constexpr schedule::PlanModel kJoinFourOnTheLine{1, 16, false, 4};
 
 TEST(Planner, BlocksOfLength) {
   EXPECT_EQ(schedule::blocks_of_length(0), 0);
@@ -75,8 +73,8 @@ TEST(Planner, EveryBatchOfThreeSmallRows) {
     for (const std::int32_t b : edges) {
       for (const std::int32_t c : edges) {
         for (const std::int32_t parts : {1, 2, 3, 5, 40}) {
-          for (const schedule::PlanModel& model : {kLine, schedule::PlanModel{8, 1, false}, kEven,
-                                                   kEvenPairs, kJoinFour, kJoinFourOnTheLine}) {
+          for (const schedule::PlanModel& model :
+               {kLine, schedule::PlanModel{8, 1, false}, kEven, kEvenPairs}) {
             ASSERT_NO_FATAL_FAILURE(expect_plan_holds({a, b, c}, parts, model));
           }
         }
@@ -94,8 +92,7 @@ TEST(Planner, RandomBatches) {
       length = random() % 5 == 0 ? 0 : static_cast<std::int32_t>(random() % (most + 1));
     }
     const schedule::PlanModel model{static_cast<std::int32_t>(1 + random() % 8),
-                                    static_cast<std::int32_t>(1 + random() % 3), random() % 2 == 0,
-                                    static_cast<std::int32_t>(random() % 5)};
+                                    static_cast<std::int32_t>(1 + random() % 3), random() % 2 == 0};
     ASSERT_NO_FATAL_FAILURE(
         expect_plan_holds(lengths, static_cast<std::int32_t>(1 + random() % 150), model));
   }
@@ -112,7 +109,6 @@ TEST(Planner, LargeBatches) {
     for (const std::int32_t parts : {1, 132, 100001}) {
       ASSERT_NO_FATAL_FAILURE(expect_plan_holds(lengths, parts, kLine));
       ASSERT_NO_FATAL_FAILURE(expect_plan_holds(lengths, parts, kEven));
-      ASSERT_NO_FATAL_FAILURE(expect_plan_holds(lengths, parts, kJoinFour));
     }
   }
 }
@@ -125,9 +121,8 @@ TEST(Planner, AllRowsEmpty) {
 
 TEST(Planner, LongestRowsDoNotOverflow) {
   for (const bool may_be_even : {false, true}) {
-    const std::vector<std::int32_t> lengths(60, 2147483647);
-    ASSERT_NO_FATAL_FAILURE(expect_plan_holds(lengths, 132, {8, 1, may_be_even}));
-    ASSERT_NO_FATAL_FAILURE(expect_plan_holds(lengths, 132, {8, 1, may_be_even, 4}));
+    ASSERT_NO_FATAL_FAILURE(
+        expect_plan_holds(std::vector<std::int32_t>(60, 2147483647), 132, {8, 1, may_be_even}));
   }
 }
 
@@ -171,23 +166,6 @@ TEST(Planner, AnEvenPlanThatWouldBeUnbalancedIsNotUsed) {
   const PlanOf plan(std::vector<std::int32_t>(100, 8192), 132, kEven);
   EXPECT_NE(row(plan, 131)[0], -1);
   EXPECT_GT(plan.num_splits.back(), 100);
-}
-
-TEST(Planner, SharesAreJoinedToTheLeast) {
-  // 64 blocks on 16 parts: four of 16 blocks, which is as many shares as may be joined.
-  const PlanOf joined({4096}, 16, kJoinFour);
-  EXPECT_EQ(row(joined, 3), (std::vector<std::int32_t>{0, 48, 0, 64, 3}));
-  EXPECT_EQ(row(joined, 4), (std::vector<std::int32_t>{-1, 0, 0, 0, 0}));
-  // 8 blocks: two each, since more than four shares are not joined.
-  const PlanOf few({512}, 16, kJoinFour);
-  EXPECT_EQ(row(few, 3), (std::vector<std::int32_t>{0, 6, 0, 8, 3}));
-  EXPECT_EQ(few.num_splits.back(), 4);
-  // 6 of 16 parts would have 16 blocks each: four do, which divides 16.
-  EXPECT_EQ(PlanOf({96 * 64}, 16, kJoinFour).num_splits.back(), 4);
-  // No divisor of 7 but 7 is at least 7 / 4.
-  EXPECT_EQ(PlanOf({4096}, 7, kJoinFour).num_splits.back(), 7);
-  // Where an equal share has the least, nothing is joined.
-  EXPECT_EQ(PlanOf({64 * 1024}, 16, kJoinFour).num_splits.back(), 16);
 }
 
 TEST(Planner, PartsOfACpu) {

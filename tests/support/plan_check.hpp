@@ -28,9 +28,9 @@ inline ::testing::AssertionResult plan_holds(const std::vector<std::int32_t>& le
     total_units += row_start_units + 8 * std::int64_t{blocks_of(row)};
   }
   // The mean in whole blocks, one block more, and the start of a row. Parts without work count
-  // where the plan can neither be even nor join shares.
+  // where the plan cannot be even.
   std::int64_t parts_in_use = num_parts;
-  if (model.may_be_even || model.most_joined > 0) {
+  if (model.may_be_even) {
     parts_in_use = 0;
     for (std::int32_t part = 0; part < num_parts; ++part) {
       parts_in_use += rows[8 * static_cast<std::size_t>(part)] >= 0;
