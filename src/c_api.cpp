@@ -2,6 +2,7 @@
 #include <algorithm>
 #include <cstring>
 #include <new>
+#include <optional>
 #include <string>
 
 #include "backends/cpu/executor.hpp"
@@ -38,19 +39,41 @@ flashmla_status guarded(const Call& call) noexcept {
   }
 }
 
-// A copy of a caller's struct in this library's size: a shorter one (an older caller) leaves the
-// rest zero, a longer one (a newer caller) must not use what this library does not know.
+// A caller's struct in this library's size: a shorter one (an older caller) is copied and the rest
+// is zero, a longer one (a newer caller) must not use what this library does not know.
 template <class Struct>
-Result<Struct> read_struct(const Struct* given, const char* name) {
+class ReadStruct {
+ public:
+  ReadStruct(const Struct* given, const char* name) : status_(read(given, name)) {}
+  ReadStruct(const ReadStruct&) = delete;
+  ReadStruct& operator=(const ReadStruct&) = delete;
+
+  bool ok() const { return status_.ok(); }
+  const Status& status() const { return status_; }
+  const Struct& value() const { return *fields_; }  // only when ok()
+
+ private:
+  Status read(const Struct* given, const char* name);
+
+  const Struct* fields_ = nullptr;
+  std::optional<Struct> copy_;
+  Status status_;
+};
+
+template <class Struct>
+Status ReadStruct<Struct>::read(const Struct* given, const char* name) {
   if (given == nullptr) return Status::invalid_argument(std::string(name) + " is null");
   const std::size_t size = given->struct_size;
-  Struct copy{};
   if (size < sizeof(given->struct_size)) {
     return Status::invalid_argument(std::string(name) + ".struct_size is " + std::to_string(size) +
                                     "; set it to sizeof(struct), " +
                                     std::to_string(sizeof(Struct)));
   }
-  std::memcpy(&copy, given, std::min(size, sizeof(Struct)));
+  fields_ = given;
+  if (size < sizeof(Struct)) {
+    std::memcpy(&copy_.emplace(), given, size);
+    fields_ = &*copy_;
+  }
   const char* bytes = reinterpret_cast<const char*>(given);
   for (std::size_t i = sizeof(Struct); i < size; ++i) {
     if (bytes[i] != 0) {
@@ -58,7 +81,7 @@ Result<Struct> read_struct(const Struct* given, const char* name) {
                                  " uses fields that this version of flashmla does not know");
     }
   }
-  return copy;
+  return {};
 }
 
 TensorView to_view(const flashmla_tensor& tensor) {
@@ -98,7 +121,7 @@ DecodeRequest to_request(const flashmla_decode_args& args) {
 
 Result<Execution> to_execution(const flashmla_executor* given, void* stream) {
   if (given == nullptr) return Execution{cpu::openmp_executor(), stream};
-  const Result<flashmla_executor> executor = read_struct(given, "executor");
+  const ReadStruct<flashmla_executor> executor(given, "executor");
   if (!executor.ok()) return executor.status();
   const flashmla_executor& fields = executor.value();
   if (fields.num_threads < 1) {
@@ -135,7 +158,7 @@ flashmla_status flashmla_plan_num_parts(int32_t device_type, int32_t device_inde
 
 flashmla_status flashmla_plan(const flashmla_plan_args* given) {
   return guarded([&]() -> Status {
-    const Result<flashmla_plan_args> args = read_struct(given, "args");
+    const ReadStruct<flashmla_plan_args> args(given, "args");
     if (!args.ok()) return args.status();
     const flashmla_plan_args& fields = args.value();
     PlanRequest request;
@@ -153,7 +176,7 @@ flashmla_status flashmla_decode_workspace_size(const flashmla_decode_args* given
                                                int32_t num_threads, size_t* workspace_bytes) {
   return guarded([&]() -> Status {
     if (workspace_bytes == nullptr) return Status::invalid_argument("workspace_bytes is null");
-    const Result<flashmla_decode_args> args = read_struct(given, "args");
+    const ReadStruct<flashmla_decode_args> args(given, "args");
     if (!args.ok()) return args.status();
     const Result<std::size_t> bytes =
         decode_workspace_size(to_request(args.value()), threads_or_default(num_threads));
@@ -166,19 +189,20 @@ flashmla_status flashmla_decode_workspace_size(const flashmla_decode_args* given
 flashmla_status flashmla_decode(const flashmla_decode_args* given, void* workspace,
                                 size_t workspace_bytes, const flashmla_executor* executor) {
   return guarded([&]() -> Status {
-    const Result<flashmla_decode_args> args = read_struct(given, "args");
+    const ReadStruct<flashmla_decode_args> args(given, "args");
     if (!args.ok()) return args.status();
     const Result<Execution> execution = to_execution(executor, args.value().stream);
     if (!execution.ok()) return execution.status();
-    return decode(to_request(args.value()), static_cast<std::byte*>(workspace), workspace_bytes,
-                  execution.value());
+    const WorkspaceSource source{static_cast<std::byte*>(workspace), workspace_bytes,
+                                 args.value().allocate, args.value().allocate_context};
+    return decode(to_request(args.value()), source, execution.value());
   });
 }
 
 flashmla_status flashmla_merge(const flashmla_merge_args* given,
                                const flashmla_executor* executor) {
   return guarded([&]() -> Status {
-    const Result<flashmla_merge_args> args = read_struct(given, "args");
+    const ReadStruct<flashmla_merge_args> args(given, "args");
     if (!args.ok()) return args.status();
     const flashmla_merge_args& fields = args.value();
     const Result<Execution> execution = to_execution(executor, fields.stream);
@@ -228,7 +252,7 @@ flashmla_status flashmla_kernel_at(int32_t index, flashmla_kernel_info* info) {
                                       "; it must be between 0 and " +
                                       std::to_string(rows.size() - 1));
     }
-    const Result<flashmla_kernel_info> given = read_struct(info, "info");
+    const ReadStruct<flashmla_kernel_info> given(info, "info");
     if (!given.ok()) return given.status();
     const Result<select::DeviceFacts> facts = facts_of({DeviceType::kCuda, 0});
     if (!facts.ok()) return facts.status();
@@ -249,7 +273,7 @@ flashmla_status flashmla_explain_selection(const flashmla_decode_args* given, co
   return guarded([&]() -> Status {
     if (kernel == nullptr) return Status::invalid_argument("kernel is null");
     if (report_text == nullptr) return Status::invalid_argument("report is null");
-    const Result<flashmla_decode_args> args = read_struct(given, "args");
+    const ReadStruct<flashmla_decode_args> args(given, "args");
     if (!args.ok()) return args.status();
     const DecodeRequest request = to_request(args.value());
     const Result<Problem> problem = validate(request);

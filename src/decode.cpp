@@ -53,18 +53,27 @@ Status check_on_host(const AnyProblem& problem, void* stream) {
 constexpr std::size_t kCpuAlignment = 64;
 constexpr std::size_t kCudaAlignment = 256;
 
-Status check_workspace(const std::byte* workspace, std::size_t given, std::size_t needed,
-                       std::size_t alignment) {
-  if (given < needed || (needed > 0 && workspace == nullptr)) {
-    return Status::invalid_argument("workspace holds " +
-                                    std::to_string(workspace == nullptr ? 0 : given) +
+Result<std::byte*> take_workspace(const WorkspaceSource& source, std::size_t needed,
+                                  std::size_t alignment) {
+  std::byte* memory = source.memory;
+  std::size_t bytes = memory == nullptr ? 0 : source.bytes;
+  if (memory == nullptr && needed > 0 && source.allocate != nullptr) {
+    memory = static_cast<std::byte*>(source.allocate(source.context, needed));
+    if (memory == nullptr) {
+      return Status(StatusCode::kOutOfMemory, "out of memory: " + std::to_string(needed) +
+                                                  " bytes of workspace could not be allocated");
+    }
+    bytes = needed;
+  }
+  if (bytes < needed) {
+    return Status::invalid_argument("workspace holds " + std::to_string(bytes) +
                                     " bytes; this call needs " + std::to_string(needed));
   }
-  if (reinterpret_cast<std::uintptr_t>(workspace) % alignment != 0) {
+  if (reinterpret_cast<std::uintptr_t>(memory) % alignment != 0) {
     return Status::invalid_argument("workspace is not aligned to " + std::to_string(alignment) +
                                     " bytes");
   }
-  return {};
+  return memory;
 }
 
 }  // namespace
@@ -140,7 +149,7 @@ Result<std::size_t> decode_workspace_size(const DecodeRequest& request, std::int
   return layout.value().total_bytes;
 }
 
-Status decode(const DecodeRequest& request, std::byte* workspace, std::size_t workspace_bytes,
+Status decode(const DecodeRequest& request, const WorkspaceSource& source,
               const Execution& execution) {
   const Result<Problem> problem = validate(request);
   if (!problem.ok()) return problem.status();
@@ -148,15 +157,13 @@ Status decode(const DecodeRequest& request, std::byte* workspace, std::size_t wo
   if (request.device.type == DeviceType::kCuda) {
     const Result<const select::KernelRow*> kernel = select_kernel(problem.value(), request.kernel);
     if (!kernel.ok()) return kernel.status();
-    if (Status status = check_workspace(workspace, workspace_bytes,
-                                        cuda::workspace_bytes(problem.value()), kCudaAlignment);
-        !status.ok()) {
-      return status;
-    }
+    const Result<std::byte*> workspace =
+        take_workspace(source, cuda::workspace_bytes(problem.value()), kCudaAlignment);
+    if (!workspace.ok()) return workspace.status();
     if (Status status = check_on_host(problem.value(), execution.stream); !status.ok()) {
       return status;
     }
-    return cuda::decode(problem.value(), *kernel.value(), workspace, execution.stream);
+    return cuda::decode(problem.value(), *kernel.value(), workspace.value(), execution.stream);
   }
   const Result<const cpu::DecodeKernel*> kernel =
       select_cpu_kernel(problem.value(), request.kernel);
@@ -164,17 +171,17 @@ Status decode(const DecodeRequest& request, std::byte* workspace, std::size_t wo
   const Result<cpu::WorkspaceLayout> layout =
       cpu::lay_out_workspace(problem.value(), *kernel.value(), execution.executor.num_threads);
   if (!layout.ok()) return layout.status();
-  if (Status status =
-          check_workspace(workspace, workspace_bytes, layout.value().total_bytes, kCpuAlignment);
-      !status.ok()) {
-    return status;
-  }
+  const Result<std::byte*> taken =
+      take_workspace(source, layout.value().total_bytes, kCpuAlignment);
+  if (!taken.ok()) return taken.status();
+  std::byte* workspace = taken.value();
   const Result<schedule::Schedule> schedule = schedule::resolve(
       problem.value(), layout.value().num_fragments, workspace + layout.value().schedule);
   if (!schedule.ok()) return schedule.status();
   cpu::launch(problem.value(), *kernel.value(), schedule.value(), layout.value(), workspace,
               execution.executor);
-  cpu::combine(problem.value(), schedule.value(), layout.value(), workspace, execution.executor);
+  cpu::combine(problem.value(), *kernel.value(), schedule.value(), layout.value(), workspace,
+               execution.executor);
   return {};
 }
 

@@ -17,6 +17,14 @@ struct Execution {
   void* stream = nullptr;
 };
 
+// Scratch memory of a call: what is at hand or, where that is nothing, what `allocate` gives.
+struct WorkspaceSource {
+  std::byte* memory = nullptr;
+  std::size_t bytes = 0;
+  void* (*allocate)(void* context, std::size_t bytes) = nullptr;
+  void* context = nullptr;
+};
+
 // What selection may depend on for tensors of a device; a GPU that is not there counts as none.
 Result<select::DeviceFacts> facts_of(const Device& device);
 
@@ -31,7 +39,7 @@ Status plan(const PlanRequest& request, const Execution& execution);
 
 Result<std::size_t> decode_workspace_size(const DecodeRequest& request, std::int32_t num_threads);
 
-Status decode(const DecodeRequest& request, std::byte* workspace, std::size_t workspace_bytes,
+Status decode(const DecodeRequest& request, const WorkspaceSource& workspace,
               const Execution& execution);
 
 Status merge(const MergeRequest& request, const Execution& execution);

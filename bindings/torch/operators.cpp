@@ -4,9 +4,9 @@
 // A kernel here is registered for CPU; the C ABI takes the device from the tensors, so a GPU
 // backend registers the same functions under its own key.
 #include <dlfcn.h>
+#include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
 #include <algorithm>
@@ -18,13 +18,12 @@
 #include <stdexcept>
 #include <string>
 #include <tuple>
+#include <type_traits>
+#include <utility>
 
 #include "flashmla/flashmla.h"
 
 namespace {
-
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
 
 [[noreturn]] void fail(const std::string& message) {
   throw std::runtime_error(message);
@@ -34,63 +33,132 @@ void check(flashmla_status status) {
   if (status != FLASHMLA_OK) fail(flashmla_last_error());
 }
 
-int32_t to_dtype(const char* name, ScalarType type) {
-  switch (type) {
-    case ScalarType::BFloat16:
-      return FLASHMLA_BFLOAT16;
-    case ScalarType::Half:
-      return FLASHMLA_FLOAT16;
-    case ScalarType::Float:
-      return FLASHMLA_FLOAT32;
-    case ScalarType::Int:
-      return FLASHMLA_INT32;
-    default:
-      fail(
-          std::string(name) + " has dtype " + torch::headeronly::toString(type) +
-          "; tensors of values must be bfloat16, float16 or float32, tensors of lengths, block ids "
-          "and plans int32");
-  }
+// --- Tensors -------------------------------------------------------------------------------------
+
+struct DeleteTensor {
+  void operator()(AtenTensorHandle handle) const { aoti_torch_delete_tensor_object(handle); }
+};
+// A reference to a tensor, ours to give back. torch::stable::Tensor is the same behind a shared
+// pointer, an allocation for each argument of a call.
+using Tensor = std::unique_ptr<AtenTensorOpaque, DeleteTensor>;
+
+int64_t rank_of(const Tensor& tensor) {
+  int64_t rank = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dim(tensor.get(), &rank));
+  return rank;
+}
+
+// Rank and size checks come from the library; this only keeps the binding from reading past a
+// shape.
+int64_t size_or_zero(const Tensor& tensor, int64_t dim) {
+  if (dim >= rank_of(tensor)) return 0;
+  int64_t* sizes = nullptr;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+  return sizes[dim];
+}
+
+int32_t torch_dtype_of(const Tensor& tensor) {
+  int32_t dtype = 0;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_dtype(tensor.get(), &dtype));
+  return dtype;
+}
+
+// torch's numbers of the dtypes that a call may have, which only torch knows.
+struct TorchDtypes {
+  const int32_t bfloat16 = aoti_torch_dtype_bfloat16();
+  const int32_t float16 = aoti_torch_dtype_float16();
+  const int32_t float32 = aoti_torch_dtype_float32();
+  const int32_t int32 = aoti_torch_dtype_int32();
+};
+const TorchDtypes& torch_dtypes() {
+  static const TorchDtypes dtypes;
+  return dtypes;
+}
+
+int32_t to_dtype(const char* name, int32_t torch_dtype) {
+  const TorchDtypes& known = torch_dtypes();
+  if (torch_dtype == known.bfloat16) return FLASHMLA_BFLOAT16;
+  if (torch_dtype == known.float16) return FLASHMLA_FLOAT16;
+  if (torch_dtype == known.float32) return FLASHMLA_FLOAT32;
+  if (torch_dtype == known.int32) return FLASHMLA_INT32;
+  using torch::headeronly::ScalarType;
+  const auto type = torch::stable::detail::to<ScalarType>(torch::stable::detail::from(torch_dtype));
+  fail(std::string(name) + " has dtype " + torch::headeronly::toString(type) +
+       "; tensors of values must be bfloat16, float16 or float32, tensors of lengths, block ids "
+       "and plans int32");
 }
 
 // What Python's None is where an operator takes a tensor.
 void check_given(const char* name, const Tensor& tensor) {
-  if (!tensor.defined()) fail(std::string(name) + " is None; it must be a tensor");
+  bool defined = false;
+  STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_is_defined(tensor.get(), &defined));
+  if (!defined) fail(std::string(name) + " is None; it must be a tensor");
 }
 
 // One device for all tensors of a call: that of the first.
 class Device {
  public:
-  Device(const char* name, const Tensor& tensor)
-      : device_((check_given(name, tensor), tensor.device())) {}
+  Device(const char* name, const Tensor& tensor) {
+    check_given(name, tensor);
+    read(tensor, &torch_type_, &torch_index_);
+  }
 
-  int32_t type() const { return device_.is_cuda() ? FLASHMLA_CUDA : FLASHMLA_CPU; }
-  int32_t index() const { return device_.is_cuda() ? device_.index() : 0; }
-  const torch::stable::Device& torch_device() const { return device_; }
+  int32_t type() const { return is_cuda() ? FLASHMLA_CUDA : FLASHMLA_CPU; }
+  int32_t index() const { return is_cuda() ? torch_index_ : 0; }
 
   flashmla_tensor view(const char* name, const Tensor& tensor) const {
     check_given(name, tensor);
-    if (tensor.device() != device_) {
+    int32_t type = 0, index = 0;
+    read(tensor, &type, &index);
+    if (type != torch_type_ || index != torch_index_) {
       fail(std::string(name) +
            " is on another device than the first argument; all tensors of a "
            "call must be on one device");
     }
     flashmla_tensor view{};
-    view.data = tensor.data_ptr();
-    view.dtype = to_dtype(name, tensor.scalar_type());
-    view.rank = static_cast<int32_t>(tensor.dim());
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &view.data));
+    view.dtype = to_dtype(name, torch_dtype_of(tensor));
+    const int64_t rank = rank_of(tensor);
+    view.rank = static_cast<int32_t>(rank);
+    int64_t *sizes = nullptr, *strides = nullptr;
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_sizes(tensor.get(), &sizes));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_strides(tensor.get(), &strides));
     // The library refuses a wrong rank before it reads a shape.
-    const auto dims = std::min<int64_t>(tensor.dim(), FLASHMLA_MAX_RANK);
-    const auto sizes = tensor.sizes();
-    const auto strides = tensor.strides();
-    for (int64_t i = 0; i < dims; ++i) {
-      view.shape[i] = sizes[static_cast<size_t>(i)];
-      view.strides[i] = strides[static_cast<size_t>(i)];
-    }
+    const auto dims = std::min<int64_t>(rank, FLASHMLA_MAX_RANK);
+    std::copy_n(sizes, dims, view.shape);
+    std::copy_n(strides, dims, view.strides);
     return view;
   }
 
+  // A new tensor of the device, contiguous. Neither the dispatcher nor its cost is met on the CPU.
+  template <size_t kRank>
+  Tensor empty(const int64_t (&shape)[kRank], int32_t torch_dtype) const {
+    int64_t strides[kRank];
+    int64_t count = 1;
+    for (size_t i = kRank; i-- > 0; count *= std::max<int64_t>(1, shape[i])) strides[i] = count;
+    AtenTensorHandle made = nullptr;
+    if (aoti_torch_empty_strided(kRank, shape, strides, torch_dtype, torch_type_, torch_index_,
+                                 &made) != AOTI_TORCH_SUCCESS) {
+      // Nothing but want of memory can make this fail.
+      const int64_t bytes =
+          count * (torch_dtype == aoti_torch_dtype_uint8() ? 1
+                   : torch_dtype == torch_dtypes().bfloat16 || torch_dtype == torch_dtypes().float16
+                       ? 2
+                       : 4);
+      fail("out of memory: " + std::to_string(bytes) + " bytes could not be allocated");
+    }
+    return Tensor(made);
+  }
+
  private:
-  torch::stable::Device device_;
+  static void read(const Tensor& tensor, int32_t* type, int32_t* index) {
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_type(tensor.get(), type));
+    STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_device_index(tensor.get(), index));
+  }
+  bool is_cuda() const { return torch_type_ == aoti_torch_device_type_cuda(); }
+
+  int32_t torch_type_ = 0;
+  int32_t torch_index_ = 0;
 };
 
 // The stream that torch works on for a GPU; null elsewhere. torch's CUDA library is loaded already
@@ -124,29 +192,27 @@ flashmla_executor torch_executor() {
   return executor;
 }
 
-int64_t element_bytes(ScalarType type) {
-  if (type == ScalarType::Byte) return 1;
-  return type == ScalarType::BFloat16 || type == ScalarType::Half ? 2 : 4;
-}
+// Memory of torch's allocator, once the library says how much a call needs.
+struct Workspace {
+  const Device& device;
+  Tensor memory;
 
-// The stable ABI tells neither why an allocation failed nor its size; nothing but want of memory
-// can make one of these fail.
-Tensor empty(const Device& device, std::initializer_list<int64_t> shape, ScalarType type) {
-  try {
-    return torch::stable::empty({shape.begin(), shape.size()}, type, std::nullopt,
-                                device.torch_device());
-  } catch (const std::exception&) {
-    int64_t bytes = element_bytes(type);
-    for (const int64_t size : shape) bytes *= size;
-    fail("out of memory: " + std::to_string(bytes) + " bytes could not be allocated");
+  // What flashmla_decode_args asks for. torch aligns to 64 bytes on the CPU and to 512 on a GPU.
+  static void* allocate(void* context, size_t bytes) noexcept {
+    auto& workspace = *static_cast<Workspace*>(context);
+    try {
+      workspace.memory =
+          workspace.device.empty({static_cast<int64_t>(bytes)}, aoti_torch_dtype_uint8());
+      void* data = nullptr;
+      aoti_torch_get_data_ptr(workspace.memory.get(), &data);
+      return data;
+    } catch (const std::exception&) {
+      return nullptr;  // the library's message says how much it asked for
+    }
   }
-}
+};
 
-// Rank and size checks come from the library; this only keeps the binding from reading past a
-// shape.
-int64_t size_or_zero(const Tensor& tensor, int64_t dim) {
-  return dim < tensor.dim() ? tensor.size(dim) : 0;
-}
+// --- Calls ---------------------------------------------------------------------------------------
 
 struct DecodeArguments {
   const Tensor& q;
@@ -164,6 +230,7 @@ struct DecodeArguments {
 
 void decode_into(const DecodeArguments& given, const Tensor& out, const Tensor& softmax_lse) {
   const Device device("q", given.q);
+  Workspace workspace{device, nullptr};
   flashmla_decode_args args{};
   args.struct_size = sizeof(args);
   args.device_type = device.type();
@@ -190,13 +257,11 @@ void decode_into(const DecodeArguments& given, const Tensor& out, const Tensor& 
                              &info));
     args.kernel = info.name;
   }
+  args.allocate = Workspace::allocate;
+  args.allocate_context = &workspace;
 
   const flashmla_executor executor = torch_executor();
-  size_t bytes = 0;
-  check(flashmla_decode_workspace_size(&args, executor.num_threads, &bytes));
-  // torch's CPU allocator aligns to 64 bytes, which is what the library asks for.
-  const Tensor workspace = empty(device, {static_cast<int64_t>(bytes)}, ScalarType::Byte);
-  check(flashmla_decode(&args, bytes == 0 ? nullptr : workspace.data_ptr(), bytes, &executor));
+  check(flashmla_decode(&args, nullptr, 0, &executor));
 }
 
 std::tuple<Tensor, Tensor> decode_new(const DecodeArguments& given) {
@@ -205,10 +270,10 @@ std::tuple<Tensor, Tensor> decode_new(const DecodeArguments& given) {
   const int64_t head_dim_v = std::clamp<int64_t>(given.head_dim_v, 0, size_or_zero(given.q, 3));
   const int64_t batch = size_or_zero(given.q, 0), tokens = size_or_zero(given.q, 1),
                 heads = size_or_zero(given.q, 2);
-  Tensor out = empty(device, {batch, tokens, heads, head_dim_v}, given.q.scalar_type());
-  Tensor softmax_lse = empty(device, {batch, heads, tokens}, ScalarType::Float);
+  Tensor out = device.empty({batch, tokens, heads, head_dim_v}, torch_dtype_of(given.q));
+  Tensor softmax_lse = device.empty({batch, heads, tokens}, torch_dtypes().float32);
   decode_into(given, out, softmax_lse);
-  return {out, softmax_lse};
+  return {std::move(out), std::move(softmax_lse)};
 }
 
 // --- Operators -----------------------------------------------------------------------------------
@@ -216,7 +281,7 @@ std::tuple<Tensor, Tensor> decode_new(const DecodeArguments& given) {
 std::tuple<Tensor, Tensor> fwd_kvcache_mla(const Tensor& q, const Tensor& k_cache,
                                            int64_t head_dim_v, const Tensor& cache_seqlens,
                                            const Tensor& block_table,
-                                           std::optional<double> softmax_scale, bool causal,
+                                           const std::optional<double>& softmax_scale, bool causal,
                                            const Tensor& tile_scheduler_metadata,
                                            const Tensor& num_splits) {
   return decode_new({q, k_cache, head_dim_v, cache_seqlens, block_table, softmax_scale, causal,
@@ -225,22 +290,23 @@ std::tuple<Tensor, Tensor> fwd_kvcache_mla(const Tensor& q, const Tensor& k_cach
 
 std::tuple<Tensor, Tensor> decode(const Tensor& q, const Tensor& k_cache, int64_t head_dim_v,
                                   const Tensor& cache_seqlens, const Tensor& block_table,
-                                  std::optional<double> softmax_scale, bool causal,
+                                  const std::optional<double>& softmax_scale, bool causal,
                                   const Tensor& tile_scheduler_metadata, const Tensor& num_splits,
-                                  std::optional<Tensor> visible_lens, int64_t kernel) {
+                                  const std::optional<Tensor>& visible_lens, int64_t kernel) {
   return decode_new({q, k_cache, head_dim_v, cache_seqlens, block_table, softmax_scale, causal,
                      tile_scheduler_metadata, num_splits, visible_lens, kernel});
 }
 
-void decode_out(const Tensor& q, const Tensor& k_cache, int64_t head_dim_v,
-                const Tensor& cache_seqlens, const Tensor& block_table,
-                std::optional<double> softmax_scale, bool causal,
-                const Tensor& tile_scheduler_metadata, const Tensor& num_splits,
-                std::optional<Tensor> visible_lens, int64_t kernel, const Tensor& out,
-                const Tensor& softmax_lse) {
+std::tuple<> decode_out(const Tensor& q, const Tensor& k_cache, int64_t head_dim_v,
+                        const Tensor& cache_seqlens, const Tensor& block_table,
+                        const std::optional<double>& softmax_scale, bool causal,
+                        const Tensor& tile_scheduler_metadata, const Tensor& num_splits,
+                        const std::optional<Tensor>& visible_lens, int64_t kernel,
+                        const Tensor& out, const Tensor& softmax_lse) {
   decode_into({q, k_cache, head_dim_v, cache_seqlens, block_table, softmax_scale, causal,
                tile_scheduler_metadata, num_splits, visible_lens, kernel},
               out, softmax_lse);
+  return {};
 }
 
 std::tuple<Tensor, Tensor> get_mla_metadata(const Tensor& cache_seqlens,
@@ -250,8 +316,8 @@ std::tuple<Tensor, Tensor> get_mla_metadata(const Tensor& cache_seqlens,
   check(flashmla_plan_num_parts(device.type(), device.index(), num_heads_per_head_k, num_heads_k,
                                 static_cast<int32_t>(torch::stable::get_num_threads()),
                                 &num_parts));
-  Tensor metadata = empty(device, {num_parts, 8}, ScalarType::Int);
-  Tensor num_splits = empty(device, {size_or_zero(cache_seqlens, 0) + 1}, ScalarType::Int);
+  Tensor metadata = device.empty({num_parts, 8}, torch_dtypes().int32);
+  Tensor num_splits = device.empty({size_or_zero(cache_seqlens, 0) + 1}, torch_dtypes().int32);
   flashmla_plan_args args{};
   args.struct_size = sizeof(args);
   args.device_type = device.type();
@@ -263,15 +329,15 @@ std::tuple<Tensor, Tensor> get_mla_metadata(const Tensor& cache_seqlens,
   args.tile_scheduler_metadata = device.view("tile_scheduler_metadata", metadata);
   args.num_splits = device.view("num_splits", num_splits);
   check(flashmla_plan(&args));
-  return {metadata, num_splits};
+  return {std::move(metadata), std::move(num_splits)};
 }
 
 std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& outs, const Tensor& lses) {
   const Device device("outs", outs);
   const int64_t batch = size_or_zero(outs, 1), tokens = size_or_zero(outs, 2),
                 heads = size_or_zero(outs, 3), head_dim_v = size_or_zero(outs, 4);
-  Tensor out = empty(device, {batch, tokens, heads, head_dim_v}, outs.scalar_type());
-  Tensor lse = empty(device, {batch, heads, tokens}, ScalarType::Float);
+  Tensor out = device.empty({batch, tokens, heads, head_dim_v}, torch_dtype_of(outs));
+  Tensor lse = device.empty({batch, heads, tokens}, torch_dtypes().float32);
   flashmla_merge_args args{};
   args.struct_size = sizeof(args);
   args.device_type = device.type();
@@ -283,8 +349,52 @@ std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& outs, const Tens
   args.lse = device.view("lse", lse);
   const flashmla_executor executor = torch_executor();
   check(flashmla_merge(&args, &executor));
-  return {out, lse};
+  return {std::move(out), std::move(lse)};
 }
+
+// --- Boxing --------------------------------------------------------------------------------------
+
+// An argument off the dispatcher's stack, which hands over what it refers to.
+template <class T>
+struct Unbox {
+  static T from(StableIValue value) { return torch::stable::detail::to<T>(value); }
+};
+template <>
+struct Unbox<Tensor> {
+  static Tensor from(StableIValue value) {
+    return Tensor(torch::stable::detail::to<AtenTensorHandle>(value));
+  }
+};
+template <>
+struct Unbox<std::optional<Tensor>> {
+  static std::optional<Tensor> from(StableIValue value) {
+    const auto handle = torch::stable::detail::to<std::optional<AtenTensorHandle>>(value);
+    return handle ? std::optional<Tensor>(*handle) : std::nullopt;
+  }
+};
+
+template <auto kFunction>
+struct Boxed;
+// An operator as the dispatcher calls it: arguments from the stack, results, all tensors, to it.
+template <class... Results, class... Parameters, std::tuple<Results...> (*kFunction)(Parameters...)>
+struct Boxed<kFunction> {
+  static void call(StableIValue* stack, uint64_t num_arguments, uint64_t num_results) {
+    if (num_arguments != sizeof...(Parameters) || num_results != sizeof...(Results)) {
+      fail("an operator of flashmla is registered with a schema of another length");
+    }
+    call(stack, std::index_sequence_for<Parameters...>(), std::index_sequence_for<Results...>());
+  }
+
+ private:
+  template <size_t... kArgument, size_t... kResult>
+  static void call(StableIValue* stack, std::index_sequence<kArgument...>,
+                   std::index_sequence<kResult...>) {
+    const std::tuple<std::remove_cvref_t<Parameters>...> arguments{
+        Unbox<std::remove_cvref_t<Parameters>>::from(stack[kArgument])...};
+    [[maybe_unused]] auto results = std::apply(kFunction, arguments);
+    ((stack[kResult] = torch::stable::detail::from(std::get<kResult>(results).release())), ...);
+  }
+};
 
 // --- Registration --------------------------------------------------------------------------------
 
@@ -299,8 +409,8 @@ constexpr const char* kPlanSchema =
 using torch::stable::detail::StableLibrary;
 
 StableLibrary& kernels(StableLibrary& library) {
-  return library.impl("fwd_kvcache_mla", TORCH_BOX(&fwd_kvcache_mla))
-      .impl("get_mla_metadata", TORCH_BOX(&get_mla_metadata));
+  return library.impl("fwd_kvcache_mla", Boxed<fwd_kvcache_mla>::call)
+      .impl("get_mla_metadata", Boxed<get_mla_metadata>::call);
 }
 
 }  // namespace
@@ -324,9 +434,9 @@ STABLE_TORCH_LIBRARY(flashmla, library) {
 
 static void all_kernels(StableLibrary& library) {
   kernels(library)
-      .impl("decode", TORCH_BOX(&decode))
-      .impl("decode_out", TORCH_BOX(&decode_out))
-      .impl("merge_attention_states", TORCH_BOX(&merge_attention_states));
+      .impl("decode", Boxed<decode>::call)
+      .impl("decode_out", Boxed<decode_out>::call)
+      .impl("merge_attention_states", Boxed<merge_attention_states>::call);
 }
 
 STABLE_TORCH_LIBRARY_IMPL(flashmla, CPU, library) {

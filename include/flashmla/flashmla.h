@@ -122,6 +122,11 @@ typedef struct flashmla_decode_args {
   int32_t causal;            /* nonzero: query t sees tokens j <= length - seq_len_q + t */
   const char* kernel;        /* null: the library chooses; else the name of a kernel to force */
   void* stream;              /* CUDA stream; ignored on the CPU */
+  /* Optional: where flashmla_decode takes its workspace from when it is given none. Called once at
+   * most, in the caller's thread, with the bytes that are needed; returns memory of the device,
+   * aligned as that of flashmla_decode, or null when there is none. The memory is the caller's. */
+  void* (*allocate)(void* allocate_context, size_t bytes);
+  void* allocate_context;
 } flashmla_decode_args;
 
 /* Bytes of workspace that flashmla_decode needs for these arguments. On the CPU it reads the plan,
@@ -131,7 +136,8 @@ FLASHMLA_API flashmla_status flashmla_decode_workspace_size(const flashmla_decod
                                                             size_t* workspace_bytes);
 
 /* Computes attention. workspace (64-byte aligned on the CPU, 256-byte on a GPU, may be null when no
- * bytes are needed) is scratch for this call alone. executor null: OpenMP. */
+ * bytes are needed) is scratch for this call alone. Null with args->allocate set: that is asked,
+ * which spares a caller the call for the size. executor null: OpenMP. */
 FLASHMLA_API flashmla_status flashmla_decode(const flashmla_decode_args* args, void* workspace,
                                              size_t workspace_bytes,
                                              const flashmla_executor* executor);

@@ -317,8 +317,16 @@ inline void decode(const DecodeArguments& arguments, void* workspace, std::size_
 // The same with a workspace in host memory that grows as needed; for the CPU.
 inline void decode(const DecodeArguments& arguments, Workspace& workspace,
                    const flashmla_executor* executor = nullptr) {
-  const std::size_t bytes = decode_workspace_size(arguments, detail::threads_of(executor));
-  decode(arguments, workspace.reserve(bytes), bytes, executor);
+  flashmla_decode_args args = detail::to_c(arguments);
+  args.allocate = [](void* memory, std::size_t bytes) -> void* {
+    try {
+      return static_cast<Workspace*>(memory)->reserve(bytes);
+    } catch (const Error&) {
+      return nullptr;  // the library says so, with the bytes
+    }
+  };
+  args.allocate_context = &workspace;
+  detail::check(flashmla_decode(&args, nullptr, 0, executor));
 }
 
 // --- Merge ---------------------------------------------------------------------------------------

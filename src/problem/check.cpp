@@ -34,21 +34,20 @@ std::string describe_shape(const TensorView& tensor) {
 
 Status check_tensor(const Argument& argument, std::int32_t rank, const char* wanted) {
   const auto& [name, tensor] = argument;
-  const std::string label(name);
-  if (!tensor.given()) return Status::invalid_argument(label + " is missing; it must be " + wanted);
+  const auto refuse = [&](const std::string& what) {
+    return Status::invalid_argument(std::string(argument.name) + what);
+  };
+  if (!tensor.given()) return refuse(std::string(" is missing; it must be ") + wanted);
   if (tensor.rank != rank) {
-    return Status::invalid_argument(label + " has " + std::to_string(tensor.rank) +
-                                    " dimensions; it must have " + std::to_string(rank) + ": " +
-                                    wanted);
+    return refuse(" has " + std::to_string(tensor.rank) + " dimensions; it must have " +
+                  std::to_string(rank) + ": " + wanted);
   }
   for (std::int32_t i = 0; i < rank; ++i) {
     if (tensor.shape[i] < 0) {
-      return Status::invalid_argument(label + " has shape " + describe_shape(tensor) +
-                                      "; sizes must not be negative");
+      return refuse(" has shape " + describe_shape(tensor) + "; sizes must not be negative");
     }
     if (tensor.strides[i] < 0) {
-      return Status::invalid_argument(label + " has strides " + describe_strides(tensor) +
-                                      "; strides must not be negative");
+      return refuse(" has strides " + describe_strides(tensor) + "; strides must not be negative");
     }
   }
   if (is_empty(tensor)) return {};
@@ -58,32 +57,28 @@ Status check_tensor(const Argument& argument, std::int32_t rank, const char* wan
     std::int64_t step = 0;
     if (__builtin_mul_overflow(tensor.shape[i] - 1, tensor.strides[i], &step) ||
         __builtin_add_overflow(extent, step, &extent)) {
-      return Status::invalid_argument(label + " with shape " + describe_shape(tensor) +
-                                      " and strides " + describe_strides(tensor) +
-                                      " spans more memory than 64 bits address");
+      return refuse(" with shape " + describe_shape(tensor) + " and strides " +
+                    describe_strides(tensor) + " spans more memory than 64 bits address");
     }
   }
   std::int64_t bytes = 0;
   if (__builtin_mul_overflow(extent, element_size(tensor.dtype), &bytes)) {
-    return Status::invalid_argument(label + " with shape " + describe_shape(tensor) +
-                                    " and strides " + describe_strides(tensor) +
-                                    " spans more memory than 64 bits address");
+    return refuse(" with shape " + describe_shape(tensor) + " and strides " +
+                  describe_strides(tensor) + " spans more memory than 64 bits address");
   }
   if (tensor.data == nullptr) {
-    return Status::invalid_argument(label + " has shape " + describe_shape(tensor) +
-                                    " but its data pointer is null");
+    return refuse(" has shape " + describe_shape(tensor) + " but its data pointer is null");
   }
   if (reinterpret_cast<std::uintptr_t>(tensor.data) %
           static_cast<std::uintptr_t>(element_size(tensor.dtype)) !=
       0) {
-    return Status::invalid_argument(label + " is not aligned to its elements of " +
-                                    std::to_string(element_size(tensor.dtype)) + " bytes");
+    return refuse(" is not aligned to its elements of " +
+                  std::to_string(element_size(tensor.dtype)) + " bytes");
   }
   if (tensor.size_bytes != 0 && static_cast<std::uint64_t>(bytes) > tensor.size_bytes) {
-    return Status::invalid_argument(label + " with shape " + describe_shape(tensor) +
-                                    " and strides " + describe_strides(tensor) + " spans " +
-                                    std::to_string(bytes) + " bytes; its memory holds " +
-                                    std::to_string(tensor.size_bytes));
+    return refuse(" with shape " + describe_shape(tensor) + " and strides " +
+                  describe_strides(tensor) + " spans " + std::to_string(bytes) +
+                  " bytes; its memory holds " + std::to_string(tensor.size_bytes));
   }
   return {};
 }
@@ -111,7 +106,7 @@ Status check_same_dtype(const Argument& argument, const Argument& model) {
 }
 
 Status check_shape(const Argument& argument, std::initializer_list<std::int64_t> wanted,
-                   const std::string& meaning) {
+                   const char* meaning) {
   const auto& [name, tensor] = argument;
   std::int32_t index = 0;
   bool same = static_cast<std::int32_t>(wanted.size()) == tensor.rank;

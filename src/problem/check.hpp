@@ -30,7 +30,7 @@ Status check_same_dtype(const Argument& argument, const Argument& model);
 
 // Exact sizes; a negative entry accepts any size.
 Status check_shape(const Argument& argument, std::initializer_list<std::int64_t> wanted,
-                   const std::string& meaning);
+                   const char* meaning);
 
 // The last dimension has stride 1 (or at most one element).
 Status check_last_stride(const Argument& argument);

@@ -128,7 +128,7 @@ Extent measure(const Problem& problem) {
   for (std::int32_t part = 0; part < problem.num_parts; ++part) {
     const Walk walk = read_walk(problem, part);
     if (walk.begin_row < 0 || is_malformed(problem, part)) continue;
-    ++extent.num_busy_parts;
+    extent.num_row_walks += std::int64_t{walk.end_row} - walk.begin_row + 1;
     extent.num_fragments += share_of_row(problem, walk, walk.begin_row).is_fragment();
     if (walk.end_row != walk.begin_row) {
       extent.num_fragments += share_of_row(problem, walk, walk.end_row).is_fragment();

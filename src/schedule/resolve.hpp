@@ -42,8 +42,8 @@ struct Schedule {
 
 // What a plan asks for, before it is resolved.
 struct Extent {
-  std::int64_t num_fragments = 0;   // that resolve() will list: partial results that need memory
-  std::int32_t num_busy_parts = 0;  // parts that walk at least one row
+  std::int64_t num_fragments = 0;  // that resolve() will list: partial results that need memory
+  std::int64_t num_row_walks = 0;  // rows that each part walks, wholly or in part, of all parts
 };
 Extent measure(const Problem& problem);
 

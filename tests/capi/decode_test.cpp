@@ -565,6 +565,39 @@ TEST_P(Decode, SameBitsWithAnyThreadsAndEveryRun) {
   }
 }
 
+TEST_P(Decode, RowsOfOnePartAreDealtOutToTheThreads) {
+  DecodeShape shape = shape_of({70, 200, 1, 65, 130});
+  shape.num_heads_q = 5;
+  DecodeCase call(shape);
+  call.plan_by_hand({{0, 0, 4, 1000000}});
+  std::vector<std::int64_t> counts;
+  TestExecutor executor(4, [&](std::int64_t count, const auto& body) {
+    counts.push_back(count);
+    for (std::int64_t i = count; i-- > 0;) body(i);
+  });
+  ASSERT_EQ(call.run(GetParam().name, executor.get()).status, FLASHMLA_OK);
+  EXPECT_EQ(counts, (std::vector<std::int64_t>{4}));
+  const auto out = call.out.copy_bytes(), lse = call.lse.copy_bytes();
+  ASSERT_NO_FATAL_FAILURE(run(call));
+  EXPECT_EQ(call.out.copy_bytes(), out);
+  EXPECT_EQ(call.lse.copy_bytes(), lse);
+}
+
+TEST_P(Decode, APartThatSeesNothingOfARowChangesNoBitOfIt) {
+  DecodeShape shape = shape_of({200});
+  shape.num_heads_q = 20;
+  shape.seq_len_q = 2;
+  shape.visible_lens = {64, 64};
+  DecodeCase call(shape, random_values(5), random_values(6));
+  call.plan_by_hand({{0, 0, 0, 4}});
+  ASSERT_NO_FATAL_FAILURE(run(call));
+  const auto out = call.out.copy_bytes(), lse = call.lse.copy_bytes();
+  call.plan_by_hand({{0, 0, 0, 1}, {0, 1, 0, 2}, {0, 2, 0, 4}});
+  ASSERT_NO_FATAL_FAILURE(run(call));
+  EXPECT_EQ(call.out.copy_bytes(), out);
+  EXPECT_EQ(call.lse.copy_bytes(), lse);
+}
+
 TEST_P(Decode, RowWalkedWholeHasItsBitsAlone) {
   DecodeShape shape = shape_of({450, 65, 64, 1, 300});
   shape.num_heads_q = 5;

@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <cmath>
+#include <cstddef>
 #include <functional>
 #include <string>
 #include <vector>
@@ -437,6 +438,69 @@ TEST(DecodeCallMessage, Workspace) {
   expect_words(flashmla_last_error(), {"workspace is not aligned to 64 bytes"});
   EXPECT_TRUE(call.out.unwritten());
   EXPECT_TRUE(call.lse.unwritten());
+}
+
+// What gives a call its workspace, and how it was asked.
+struct Allocator {
+  void* memory = nullptr;
+  int calls = 0;
+  std::size_t bytes = 0;
+
+  void give_to(flashmla_decode_args& args) {
+    args.allocate_context = this;
+    args.allocate = [](void* context, std::size_t bytes) {
+      auto& allocator = *static_cast<Allocator*>(context);
+      ++allocator.calls;
+      allocator.bytes = bytes;
+      return allocator.memory;
+    };
+  }
+};
+
+TEST(DecodeCallMessage, AllocatedWorkspace) {
+  DecodeCase call(valid_shape());
+  call.plan(4);
+  ASSERT_EQ(call.run().status, FLASHMLA_OK);
+  const std::vector<double> expected_out = call.out.values(), expected_lse = call.lse.values();
+  call.out.refill(kUnwritten);
+  call.lse.refill(kUnwritten);
+  flashmla_decode_args args = call.args();
+  std::size_t bytes = 0;
+  ASSERT_EQ(flashmla_decode_workspace_size(&args, 0, &bytes), FLASHMLA_OK);
+  const GuardedMemory memory((bytes + 127) / 64 * 64);
+  Allocator allocator;
+  allocator.give_to(args);
+
+  EXPECT_EQ(flashmla_decode(&args, nullptr, 0, nullptr), FLASHMLA_OUT_OF_MEMORY);
+  expect_words(flashmla_last_error(), {"out of memory", std::to_string(bytes) + " bytes"});
+  EXPECT_EQ(allocator.calls, 1);
+  allocator.memory = memory.data() + 32;
+  EXPECT_EQ(flashmla_decode(&args, nullptr, 0, nullptr), FLASHMLA_INVALID_ARGUMENT);
+  expect_words(flashmla_last_error(), {"workspace is not aligned to 64 bytes"});
+  EXPECT_TRUE(call.out.unwritten());
+  EXPECT_TRUE(call.lse.unwritten());
+
+  allocator = {memory.data()};
+  ASSERT_EQ(flashmla_decode(&args, nullptr, 0, nullptr), FLASHMLA_OK) << flashmla_last_error();
+  EXPECT_EQ(allocator.calls, 1);
+  EXPECT_EQ(allocator.bytes, bytes);
+  EXPECT_EQ(call.out.values(), expected_out);
+  EXPECT_EQ(call.lse.values(), expected_lse);
+
+  // Neither asked beside a workspace that is given, nor before everything else has been checked.
+  EXPECT_EQ(flashmla_decode(&args, memory.data(), bytes, nullptr), FLASHMLA_OK);
+  EXPECT_EQ(flashmla_decode(&args, memory.data(), bytes - 1, nullptr), FLASHMLA_INVALID_ARGUMENT);
+  args.head_dim_v = 65;
+  EXPECT_EQ(flashmla_decode(&args, nullptr, 0, nullptr), FLASHMLA_INVALID_ARGUMENT);
+  EXPECT_EQ(allocator.calls, 1);
+
+  // Fields past the end of an older caller's struct are not there.
+  args = call.args();
+  args.struct_size = offsetof(flashmla_decode_args, allocate);
+  allocator.give_to(args);
+  EXPECT_EQ(flashmla_decode(&args, nullptr, 0, nullptr), FLASHMLA_INVALID_ARGUMENT);
+  expect_words(flashmla_last_error(), {"workspace holds 0 bytes"});
+  EXPECT_EQ(allocator.calls, 1);
 }
 
 TEST(DecodeCallMessage, Executor) {

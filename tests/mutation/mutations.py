@@ -249,8 +249,8 @@ MUTATIONS = [
     ),
     Mutation(
         "backends/cpu/decode.cpp",
-        "if (begin != 0 || end < length) return;",
-        "if (begin != 0 || end < length - kBlockTokens) return;",
+        "if (begin != 0 || token_end(walk, row) < length) return;",
+        "if (begin != 0 || token_end(walk, row) < length - kBlockTokens) return;",
         r"/Decode\.Leaves.*cpu_portable_bf16",
     ),
     Mutation(
@@ -267,8 +267,8 @@ MUTATIONS = [
     ),
     Mutation(
         "backends/cpu/decode.cpp",
-        "[&](std::int64_t i) { return lses[(base + i) * rows + r]; },",
-        "[&](std::int64_t i) { return lses[base * rows + i * rows + r - r % 2]; },",
+        "float* weights = lses + base;",
+        "float* weights = lses + base - r % 2;",
         HAND_PLANS,
     ),
     Mutation(

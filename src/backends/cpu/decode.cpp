@@ -14,17 +14,17 @@ namespace {
 constexpr std::size_t kAlignment = 64;
 
 // Groups are as large as the kernel takes, since each reads the cache once more, but where a plan
-// has too few parts to keep the threads busy they are cut smaller, down to what fills a tile.
-WorkItems work_items(const Problem& problem, const DecodeKernel& kernel,
-                     std::int32_t num_busy_parts, std::int32_t num_threads) {
+// has too few rows to keep the threads busy they are cut smaller, down to what fills a tile.
+WorkItems work_items(const Problem& problem, const DecodeKernel& kernel, std::int64_t num_row_walks,
+                     std::int32_t num_threads) {
   constexpr std::int32_t kLeastRows = 16;
   const std::int32_t rows = problem.query_rows();
-  const std::int64_t others =
-      std::max<std::int64_t>(1, std::int64_t{num_busy_parts} * problem.num_heads_k);
-  const std::int64_t idle = (num_threads - 1) / others + 1;
+  const std::int64_t others = std::max<std::int64_t>(1, num_row_walks * problem.num_heads_k);
+  // Rounded down: an item more than there are threads would cost a second round.
+  const std::int64_t threads_each = std::max<std::int64_t>(1, num_threads / others);
   const std::int32_t groups = std::max(
       (rows - 1) / kernel.max_query_rows + 1,
-      static_cast<std::int32_t>(std::min<std::int64_t>(idle, (rows - 1) / kLeastRows + 1)));
+      static_cast<std::int32_t>(std::min<std::int64_t>(threads_each, (rows - 1) / kLeastRows + 1)));
   return {problem.num_parts, problem.num_heads_k, groups, (rows - 1) / groups + 1};
 }
 
@@ -42,7 +42,8 @@ class ItemWalk {
 
   std::int64_t count() const { return items_.count(); }
 
-  void run(std::int64_t item, std::byte* scratch) const {
+  // Walks rows of the item that no other thread has begun, `next_row` of them being begun.
+  void run(std::int64_t item, std::atomic_ref<std::int32_t> next_row, std::byte* scratch) const {
     Task task;
     const std::int64_t group = item % items_.num_row_groups;
     task.kv_head = static_cast<std::int32_t>(item / items_.num_row_groups % items_.num_kv_heads);
@@ -53,18 +54,32 @@ class ItemWalk {
         schedule_
             .walks[static_cast<std::size_t>(item / items_.num_row_groups / items_.num_kv_heads)];
     if (walk.begin_row < 0 || task.query_row_begin >= task.query_row_end) return;
-    for (std::int32_t row = walk.begin_row; row <= walk.end_row; ++row) {
-      run_row(walk, row, task, scratch);
+    const std::int32_t rows = walk.end_row - walk.begin_row + 1;
+    while (next_row.load(std::memory_order_relaxed) < rows) {
+      const std::int32_t index = next_row.fetch_add(1, std::memory_order_relaxed);
+      if (index < rows) run_row(walk, walk.begin_row + index, task, scratch);
     }
   }
 
  private:
+  // Tokens of a row up to where the walk ends.
+  std::int32_t token_end(const schedule::Walk& walk, std::int32_t row) const {
+    const std::int64_t length = problem_.row_length(row);
+    return static_cast<std::int32_t>(
+        row == walk.end_row ? std::min(length, std::int64_t{walk.end_block} * kBlockTokens)
+                            : length);
+  }
+
   void run_row(const schedule::Walk& walk, std::int32_t row, Task task, std::byte* scratch) const {
     const std::int32_t length = problem_.row_length(row);
     const std::int32_t fragment = row == walk.begin_row ? walk.begin_fragment
                                   : row == walk.end_row ? walk.end_fragment
                                                         : -1;
     task.row = row;
+    if (row < walk.end_row) {
+      task.next_row = row + 1;
+      task.next_token_end = token_end(walk, row + 1);
+    }
     if (fragment >= 0) {
       const schedule::Fragment& share = schedule_.fragments[static_cast<std::size_t>(fragment)];
       task.token_begin = share.block_begin * kBlockTokens;
@@ -79,10 +94,8 @@ class ItemWalk {
       return;
     }
     const std::int32_t begin = row == walk.begin_row ? walk.begin_block : 0;
-    const std::int64_t end =
-        row == walk.end_row ? std::int64_t{walk.end_block} * kBlockTokens : std::int64_t{length};
     // No fragment and not whole: the part has nothing of this row.
-    if (begin != 0 || end < length) return;
+    if (begin != 0 || token_end(walk, row) < length) return;
     task.token_begin = 0;
     task.token_end = length;
     kernel_.decode(problem_, task, scratch);
@@ -152,9 +165,11 @@ Result<WorkspaceLayout> lay_out_workspace(const Problem& problem, const DecodeKe
   WorkspaceLayout layout;
   const schedule::Extent extent = schedule::measure(problem);
   layout.num_fragments = extent.num_fragments;
-  layout.items = work_items(problem, kernel, extent.num_busy_parts, num_threads);
-  layout.num_workers = static_cast<std::int32_t>(std::min<std::int64_t>(
-      num_threads, std::int64_t{extent.num_busy_parts} * layout.items.per_part()));
+  // More than there are threads make no difference, nor an overflow.
+  const std::int64_t row_walks = std::min<std::int64_t>(extent.num_row_walks, num_threads);
+  layout.items = work_items(problem, kernel, row_walks, num_threads);
+  layout.num_workers = static_cast<std::int32_t>(
+      std::min<std::int64_t>(num_threads, row_walks * layout.items.per_part()));
   const auto fragments = static_cast<std::size_t>(layout.num_fragments);
   const auto partial_rows = static_cast<std::size_t>(problem.num_heads_k) *
                             static_cast<std::size_t>(problem.query_rows());
@@ -163,6 +178,8 @@ Result<WorkspaceLayout> lay_out_workspace(const Problem& problem, const DecodeKe
 
   Areas areas;
   layout.schedule = areas.add(1, schedule::resolve_bytes(problem, layout.num_fragments));
+  layout.next_rows =
+      areas.add(static_cast<std::size_t>(layout.items.count()), sizeof(std::int32_t));
   layout.partial_outs =
       areas.add(partials, static_cast<std::size_t>(problem.head_dim_v) * sizeof(float));
   layout.partial_lses = areas.add(partials, sizeof(float));
@@ -182,48 +199,62 @@ void launch(const Problem& problem, const DecodeKernel& kernel, const schedule::
             const WorkspaceLayout& layout, std::byte* workspace, const Executor& executor) {
   const ItemWalk walk(problem, kernel, schedule, layout, workspace);
   const std::int64_t count = walk.count();
+  std::int32_t* next_rows = reinterpret_cast<std::int32_t*>(workspace + layout.next_rows);
+  std::fill_n(next_rows, count, 0);
   std::atomic<std::int64_t> next{0};
   executor.run(layout.num_workers, [&](std::int64_t worker) {
     std::byte* scratch =
         workspace + layout.scratch + static_cast<std::size_t>(worker) * layout.scratch_stride;
-    for (std::int64_t item = next.fetch_add(1, std::memory_order_relaxed); item < count;
-         item = next.fetch_add(1, std::memory_order_relaxed)) {
-      walk.run(item, scratch);
-    }
+    const auto run = [&](std::int64_t item) {
+      walk.run(item, std::atomic_ref(next_rows[item]), scratch);
+    };
+    std::int64_t item = next.fetch_add(1, std::memory_order_relaxed);
+    for (; item < count; item = next.fetch_add(1, std::memory_order_relaxed)) run(item);
+    // Threads are not equally fast: who is done takes rows that others have not begun.
+    for (std::int64_t i = 0; i < count; ++i) run((worker + i) % count);
   });
 }
 
-void combine(const Problem& problem, const schedule::Schedule& schedule,
-             const WorkspaceLayout& layout, const std::byte* workspace, const Executor& executor) {
+void combine(const Problem& problem, const DecodeKernel& kernel, const schedule::Schedule& schedule,
+             const WorkspaceLayout& layout, std::byte* workspace, const Executor& executor) {
   const std::span<const schedule::Fragment> fragments = schedule.fragments;
   if (fragments.empty()) return;
   const float* outs = reinterpret_cast<const float*>(workspace + layout.partial_outs);
-  const float* lses = reinterpret_cast<const float*>(workspace + layout.partial_lses);
+  float* lses = reinterpret_cast<float*>(workspace + layout.partial_lses);
   const std::int64_t rows = std::int64_t{problem.num_heads_k} * problem.query_rows();
 
-  const auto merge_rows = [&](std::int64_t worker, std::int64_t num_workers) {
-    for (std::size_t first = 0; first < fragments.size();) {
-      std::size_t end = first;
-      while (end < fragments.size() && fragments[end].row == fragments[first].row) ++end;
-      const auto base = static_cast<std::int64_t>(first);
-      for (std::int64_t r = worker; r < rows; r += num_workers) {
-        const QueryRow query =
-            query_row(problem, static_cast<std::int32_t>(r / problem.query_rows()),
-                      static_cast<std::int32_t>(r % problem.query_rows()));
-        visit_float_dtype(problem.dtype, [&](auto element) {
-          using Element = decltype(element);
-          lse_of(problem, fragments[first].row, query) = combine::merge_row<float>(
-              static_cast<std::int64_t>(end - first),
-              [&](std::int64_t i) { return lses[(base + i) * rows + r]; },
-              [&](std::int64_t i) { return outs + ((base + i) * rows + r) * problem.head_dim_v; },
-              problem.head_dim_v, out_of<Element>(problem, fragments[first].row, query));
-        });
-      }
-      first = end;
+  // Query row r of the batch row whose fragments are [first, first + count).
+  const auto merge_row = [&](std::size_t first, std::int64_t count, std::int64_t r) {
+    const std::int64_t base = static_cast<std::int64_t>(first) * rows + r;
+    const QueryRow query = query_row(problem, static_cast<std::int32_t>(r / problem.query_rows()),
+                                     static_cast<std::int32_t>(r % problem.query_rows()));
+    const std::int32_t row = fragments[first].row;
+    float* weights = lses + base;  // each takes the place of its lse
+    const combine::MergeScale scale =
+        combine::merge_scale(count, [&](std::int64_t i) { return weights[i * rows]; });
+    for (std::int64_t i = 0; i < count; ++i) {
+      float& lse = weights[i * rows];
+      lse = combine::is_empty_part(lse) ? -1.0f : scale.weight(lse);
     }
+    lse_of(problem, row, query) = scale.merged_lse();
+    const Partials partials{outs + base * problem.head_dim_v, rows * problem.head_dim_v, weights,
+                            rows, scale.sum == 0.0f ? 0 : count};
+    visit_float_dtype(problem.dtype, [&](auto element) {
+      kernel.merge(problem, partials, out_of<decltype(element)>(problem, row, query));
+    });
   };
   const std::int64_t workers = std::min<std::int64_t>(layout.num_workers, rows);
-  executor.run(workers, [&](std::int64_t worker) { merge_rows(worker, workers); });
+  executor.run(workers, [&](std::int64_t worker) {
+    // Neighbours in memory go to one worker.
+    const std::int64_t begin = rows * worker / workers, end = rows * (worker + 1) / workers;
+    for (std::size_t first = 0; first < fragments.size();) {
+      std::size_t last = first;
+      while (last < fragments.size() && fragments[last].row == fragments[first].row) ++last;
+      const auto count = static_cast<std::int64_t>(last - first);
+      for (std::int64_t r = begin; r < end; ++r) merge_row(first, count, r);
+      first = last;
+    }
+  });
 }
 
 void merge(const MergeProblem& problem, const Executor& executor) {

@@ -30,6 +30,7 @@ struct WorkspaceLayout {
   WorkItems items;
   std::int32_t num_workers = 0;  // threads that find work
   std::size_t schedule = 0;      // what resolve() fills
+  std::size_t next_rows = 0;     // int32 (items.count()): rows of each item that are begun
   std::size_t partial_outs = 0;  // float (num_fragments, num_heads_k, query_rows, head_dim_v)
   std::size_t partial_lses = 0;  // float (num_fragments, num_heads_k, query_rows)
   std::size_t scratch = 0;       // num_workers areas of scratch_stride bytes
@@ -47,8 +48,8 @@ void launch(const Problem& problem, const DecodeKernel& kernel, const schedule::
             const WorkspaceLayout& layout, std::byte* workspace, const Executor& executor);
 
 // Merges the partial results of the rows that several parts walked.
-void combine(const Problem& problem, const schedule::Schedule& schedule,
-             const WorkspaceLayout& layout, const std::byte* workspace, const Executor& executor);
+void combine(const Problem& problem, const DecodeKernel& kernel, const schedule::Schedule& schedule,
+             const WorkspaceLayout& layout, std::byte* workspace, const Executor& executor);
 
 // merge_attention_states.
 void merge(const MergeProblem& problem, const Executor& executor);

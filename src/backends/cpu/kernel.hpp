@@ -24,6 +24,19 @@ struct Task {
   // lse +inf in both cases.
   float* partial_out = nullptr;
   float* partial_lse = nullptr;
+  // A batch row that the same thread is likely to decode next, for the same query rows: its tokens
+  // [0, next_token_end) may be asked for while this task ends. -1: not known.
+  std::int32_t next_row = -1;
+  std::int32_t next_token_end = 0;
+};
+
+// The partial results of a query row that share it, in the order of their tokens.
+struct Partials {
+  const float* outs;  // (count, head_dim_v), rows out_stride elements apart
+  std::int64_t out_stride;
+  const float* weights;  // (count), weight_stride elements apart; below 0: empty, not read
+  std::int64_t weight_stride;
+  std::int64_t count;  // 0: the row sees no token
 };
 
 // Rules for every kernel:
@@ -38,6 +51,9 @@ struct DecodeKernel {
   std::int32_t max_query_rows;
   std::size_t (*scratch_bytes)(const Problem& problem);
   void (*decode)(const Problem& problem, const Task& task, std::byte* scratch);
+  // out = sum of weight * partial result, head_dim_v elements in the problem's dtype. One partial
+  // result of weight 1 passes bit for bit.
+  void (*merge)(const Problem& problem, const Partials& partials, void* out);
 };
 
 }  // namespace flashmla::cpu

@@ -51,12 +51,25 @@ void decode(const Problem& problem, const Task& task, std::byte* scratch) {
   }
 }
 
+template <class Element>
+void merge(const Problem& problem, const Partials& partials, void* out) {
+  for (std::int32_t c = 0; c < problem.head_dim_v; ++c) {
+    double sum = partials.count == 0 ? 0.0 : -0.0;
+    for (std::int64_t i = 0; i < partials.count; ++i) {
+      const double weight = static_cast<double>(partials.weights[i * partials.weight_stride]);
+      if (weight < 0.0) continue;
+      sum += weight * static_cast<double>(partials.outs[i * partials.out_stride + c]);
+    }
+    static_cast<Element*>(out)[c] = from_float<Element>(static_cast<float>(sum));
+  }
+}
+
 constexpr std::int32_t kMaxQueryRows = 64;
 
 }  // namespace
 
-const DecodeKernel kReferenceBf16{kMaxQueryRows, scratch_bytes, decode<BFloat16>};
-const DecodeKernel kReferenceFp16{kMaxQueryRows, scratch_bytes, decode<Float16>};
-const DecodeKernel kReferenceFp32{kMaxQueryRows, scratch_bytes, decode<float>};
+const DecodeKernel kReferenceBf16{kMaxQueryRows, scratch_bytes, decode<BFloat16>, merge<BFloat16>};
+const DecodeKernel kReferenceFp16{kMaxQueryRows, scratch_bytes, decode<Float16>, merge<Float16>};
+const DecodeKernel kReferenceFp32{kMaxQueryRows, scratch_bytes, decode<float>, merge<float>};
 
 }  // namespace flashmla::cpu

@@ -232,11 +232,18 @@ class Decode {
       interleave_.begin_block(block.keys, divide_up(block.count, Shape::kUnitTokens));
     }
 
-    const std::int32_t next = std::min(end_, begin + Shape::kBlockTokens);
-    const std::int32_t next_end = std::min(end_, next + Shape::kBlockTokens);
+    const std::int32_t next = begin + Shape::kBlockTokens;
+    std::int32_t row = task_.row;
+    std::int32_t first = task_.token_begin + next;
+    std::int32_t last = task_.token_begin + std::min(end_, next + Shape::kBlockTokens);
+    if (next >= end_) {
+      // The last block: what the next task begins with, if it is known.
+      row = std::max(0, task_.next_row);
+      first = 0;
+      last = task_.next_row < 0 ? 0 : std::min(task_.next_token_end, Shape::kBlockTokens);
+    }
     prefetch_ = BlockPrefetch<Shape::kPrefetchStreams, Shape::kPrefetchLines>(
-        problem_, task_.row, task_.kv_head, task_.token_begin + next, task_.token_begin + next_end,
-        2 * steps_of_block(block.count));
+        problem_, row, task_.kv_head, first, last, 2 * steps_of_block(block.count));
   }
 
   // Steps of products in a block of this size, over which the next block's lines are spread.
@@ -674,9 +681,30 @@ void decode(const Problem& problem, const Task& task, std::byte* scratch) {
   }
 }
 
+void merge(const Problem& problem, const Partials& partials, void* out) {
+  constexpr std::int32_t kColumns = 2 * kTileElements;  // every head_dim_v is a multiple
+  // -0 is the identity of addition: 0 would turn a lone -0 into 0.
+  const __m512 start = _mm512_set1_ps(partials.count == 0 ? 0.0f : -0.0f);
+  for (std::int32_t column = 0; column < problem.head_dim_v; column += kColumns) {
+    __m512 sums[4] = {start, start, start, start};
+    for (std::int64_t i = 0; i < partials.count; ++i) {
+      const float weight = partials.weights[i * partials.weight_stride];
+      if (weight < 0.0f) continue;
+      const float* part = partials.outs + i * partials.out_stride + column;
+      for (std::int32_t r = 0; r < 4; ++r) {
+        sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(weight), _mm512_loadu_ps(part + r * kTileFloats),
+                                  sums[r]);
+      }
+    }
+    BFloat16* elements = static_cast<BFloat16*>(out) + column;
+    _mm512_storeu_si512(elements, to_bf16x32(sums[0], sums[1]));
+    _mm512_storeu_si512(elements + kTileElements, to_bf16x32(sums[2], sums[3]));
+  }
+}
+
 }  // namespace
 }  // namespace amx
 
-const DecodeKernel kAmxBf16 = {amx::kMaxQueryRows, amx::scratch_bytes, amx::decode};
+const DecodeKernel kAmxBf16 = {amx::kMaxQueryRows, amx::scratch_bytes, amx::decode, amx::merge};
 
 }  // namespace flashmla::cpu

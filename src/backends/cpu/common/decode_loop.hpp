@@ -42,6 +42,7 @@
 #include <utility>
 
 #include "backends/cpu/common/exponential.hpp"
+#include "backends/cpu/common/merge_loop.hpp"
 #include "backends/cpu/kernel.hpp"
 #include "backends/cpu/query_row.hpp"
 #include "kv/scalar.hpp"
@@ -548,7 +549,7 @@ class DecodeLoop {
 template <class V, class Element>
 constexpr DecodeKernel decode_loop_kernel() {
   using Loop = DecodeLoop<V, Element>;
-  return {Loop::kMaxQueryRows, Loop::scratch_bytes, Loop::decode};
+  return {Loop::kMaxQueryRows, Loop::scratch_bytes, Loop::decode, merge_partials<V, Element>};
 }
 
 }  // namespace flashmla::cpu
