@@ -80,6 +80,26 @@ TEST_F(Amx, EveryNumberOfRowTiles) {
   }
 }
 
+// Of one head and few tokens one weight may be most of the sum: nothing averages its rounding.
+TEST_F(Amx, OneHeadOfFewTokens) {
+  for (const Dims dims : {Dims{576, 512}, Dims{64, 64}}) {
+    for (const std::int32_t length : {30, 70}) {
+      for (std::uint64_t seed = 0; seed < 400; ++seed) {
+        SCOPED_TRACE(std::to_string(dims.head_dim) + ", " + std::to_string(length) + " tokens, " +
+                     std::to_string(seed));
+        DecodeShape shape;
+        shape.lengths = {length};
+        shape.num_heads_q = 1;
+        shape.head_dim = dims.head_dim;
+        shape.head_dim_v = dims.head_dim_v;
+        DecodeCase decode_case(shape, random_values(2 * seed), random_values(2 * seed + 1));
+        ASSERT_EQ(decode_case.run(kKernel).status, FLASHMLA_OK);
+        ASSERT_TRUE(result_close(decode_case, evaluate(decode_case)));
+      }
+    }
+  }
+}
+
 TEST_F(Amx, EveryLengthAroundABlock) {
   for (const std::int64_t heads : {4, 40}) {
     for (const std::int32_t length : {0,   1,   15,  16,  17,  31,  32,  33,  63,  64,  65,

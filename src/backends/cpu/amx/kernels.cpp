@@ -108,7 +108,7 @@ class Decode {
         softmax_(scratch_, problem, row_tiles_, guarded),
         interleave_(scratch_.panels) {
     for (std::int32_t row = 0; row < row_tiles_ * kTileRows; ++row) {
-      const std::int32_t token = query(std::min(row, rows_ - 1)).token;
+      const std::int32_t token = query(std::min(source_row(row), rows_ - 1)).token;
       scratch_.visible[row] = std::clamp(problem.visible_tokens(task.row, token) - task.token_begin,
                                          0, task.token_end - task.token_begin);
     }
@@ -137,6 +137,11 @@ class Decode {
     if (before != nullptr) accumulate(*before);
   }
 
+  // The row of the task whose query a row of the tiles has; rows_ and more: none.
+  static constexpr std::int32_t source_row(std::int32_t row) {
+    return Shape::kSplitsWeights ? row % kMirrorRows : row;
+  }
+
   QueryRow query(std::int32_t row) const {
     return query_row(problem_, task_.kv_head, task_.query_row_begin + row);
   }
@@ -154,8 +159,9 @@ class Decode {
       std::int32_t exponents[kTileRows];  // of the power of two, twice, as bf16 has them
       for (std::int32_t r = 0; r < kTileRows; ++r) {
         const std::int32_t row = row_tile * kTileRows + r;
-        rows[r] = row < rows_ ? q_of<BFloat16>(problem_, task_.row, query(row))
-                              : reinterpret_cast<const BFloat16*>(scratch_.zero_row);
+        rows[r] = source_row(row) < rows_
+                      ? q_of<BFloat16>(problem_, task_.row, query(source_row(row)))
+                      : reinterpret_cast<const BFloat16*>(scratch_.zero_row);
         exponents[r] = lower_query(row, rows[r]) * 0x00800080;
       }
       for (std::int32_t step = 0; step < dot_steps_; ++step) {
@@ -544,9 +550,16 @@ class Decode {
     }
   }
 
-  // Rows [row_begin, row_end) of O.
+  // Rows [row_begin, row_end) of O, of both halves where P is split.
   void copy_outputs(const float* source, float* target, std::int32_t row_begin,
                     std::int32_t row_end) const {
+    copy_tile_rows(source, target, row_begin, row_end);
+    if constexpr (Shape::kSplitsWeights) {
+      copy_tile_rows(source, target, row_begin + kMirrorRows, row_end + kMirrorRows);
+    }
+  }
+  void copy_tile_rows(const float* source, float* target, std::int32_t row_begin,
+                      std::int32_t row_end) const {
     const std::int32_t column_tiles = problem_.head_dim_v / kTileFloats;
     for (std::int32_t row = row_begin; row < row_end; ++row) {
       for (std::int32_t tile = 0; tile < column_tiles; ++tile) {
@@ -612,6 +625,17 @@ class Decode {
                               _mm512_min_ps(largest, x));
   }
 
+  // 16 columns of a row of O. An infinite value leaves an infinity in it and, of weights without
+  // a remainder, a NaN in what is to be added.
+  static __m512 output_of(const std::byte* tile_row) {
+    const __m512 output = _mm512_load_ps(tile_row);
+    if constexpr (!Shape::kSplitsWeights) return output;
+    const __m512 rest = _mm512_load_ps(tile_row + kMirrorRows * kTileRowBytes);
+    const __mmask16 finite = _mm512_cmp_ps_mask(
+        _mm512_abs_ps(rest), _mm512_set1_ps(std::numeric_limits<float>::infinity()), _CMP_LT_OQ);
+    return _mm512_mask_add_ps(output, finite, output, rest);
+  }
+
   // write(column, O[column..column + 15], O[column + 16..column + 31]) times `factor`, in order.
   // Without a visible token O is taken for zero.
   template <class Write>
@@ -634,8 +658,8 @@ class Decode {
       __m512 first = _mm512_setzero_ps();
       __m512 second = _mm512_setzero_ps();
       if (!empty) {
-        first = _mm512_mul_ps(factors, _mm512_load_ps(tile));
-        second = _mm512_mul_ps(factors, _mm512_load_ps(tile + kTileBytes));
+        first = _mm512_mul_ps(factors, output_of(tile));
+        second = _mm512_mul_ps(factors, output_of(tile + kTileBytes));
       }
       if (guarded_) {
         first = cap_finite(first);
@@ -669,16 +693,12 @@ class Decode {
 };
 
 std::size_t scratch_bytes(const Problem& problem) {
-  return has_few_rows(problem) ? Scratch<FewRows>(problem, nullptr).bytes()
-                               : Scratch<ManyRows>(problem, nullptr).bytes();
+  return visit_shape(
+      problem, [&](auto shape) { return Scratch<decltype(shape)>(problem, nullptr).bytes(); });
 }
 
 void decode(const Problem& problem, const Task& task, std::byte* scratch) {
-  if (has_few_rows(problem)) {
-    Decode<FewRows>::run(problem, task, scratch);
-  } else {
-    Decode<ManyRows>::run(problem, task, scratch);
-  }
+  visit_shape(problem, [&](auto shape) { Decode<decltype(shape)>::run(problem, task, scratch); });
 }
 
 void merge(const Problem& problem, const Partials& partials, void* out) {

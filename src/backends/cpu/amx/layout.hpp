@@ -15,7 +15,7 @@ namespace {
 
 inline constexpr std::int32_t kMaxQueryRows = 128;
 
-// Two ways to walk the cache. Which one a problem takes depends on its query rows alone, never on
+// Ways to walk the cache. Which one a problem takes depends on its query rows alone, never on
 // those of a task, so that a row's bits do not depend on which rows share its task.
 //
 // FewRows: the memory is the limit. Values are read where they lie: 16 cached tokens are a B tile
@@ -38,7 +38,18 @@ struct FewRows {
   // The scores of a block are computed before the values of the one before it, so that softmax has
   // products to run between even where a block has one row tile.
   static constexpr std::int32_t kBlocksInFlight = 2;
+  // Whether P is as exact as two bf16 numbers make it: see FewestRows.
+  static constexpr bool kSplitsWeights = false;
 };
+
+// With eight rows at most, the other half of a tile has room for what rounding leaves of P: row
+// r + kMirrorRows has the query of row r, and for weights the differences of that row's from what
+// bf16 makes of them. O is the sum of both. With so few heads nothing averages the rounding of a
+// weight that is most of its row's sum, and the products cost what they did.
+struct FewestRows : FewRows {
+  static constexpr bool kSplitsWeights = true;
+};
+inline constexpr std::int32_t kMirrorRows = kTileRows / 2;
 
 // ManyRows: the products are the limit. Values are interleaved once a block, token 2j with 2j + 1,
 // and shared by all rows.
@@ -52,13 +63,18 @@ struct ManyRows {
   static constexpr std::int32_t kPrefetchStreams = 4;
   static constexpr std::int32_t kPrefetchLines = 1;
   static constexpr std::int32_t kBlocksInFlight = 1;
+  static constexpr bool kSplitsWeights = false;
 };
 
 // The most query rows of a problem for which FewRows is the faster one.
 inline constexpr std::int32_t kFewRowsLimit = 48;
 
-inline bool has_few_rows(const Problem& problem) {
-  return problem.query_rows() <= kFewRowsLimit;
+// visit(shape): the one that the problem takes.
+template <class Visit>
+decltype(auto) visit_shape(const Problem& problem, const Visit& visit) {
+  if (problem.query_rows() <= kMirrorRows) return visit(FewestRows{});
+  if (problem.query_rows() <= kFewRowsLimit) return visit(FewRows{});
+  return visit(ManyRows{});
 }
 
 // Tokens [begin, begin + count) of the task on their way through the phases.

@@ -190,6 +190,10 @@ class Softmax {
     if constexpr (kSliceTokens == 2) {
       unit.elements[kSlice] = to_bf16_pairs(p[0], p[1]);
     } else {
+      if constexpr (Shape::kSplitsWeights) {
+        const __m512i rounded = _mm512_slli_epi32(to_bf16_low(p[0]), 16);
+        p[0] = _mm512_mask_sub_ps(p[0], 0xff00, p[0], _mm512_castsi512_ps(rounded));
+      }
       unit.elements[kSlice] = to_bf16_low(p[0]);
     }
   }
