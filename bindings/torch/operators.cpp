@@ -135,17 +135,18 @@ class Device {
   Tensor empty(const int64_t (&shape)[kRank], int32_t torch_dtype) const {
     int64_t strides[kRank];
     int64_t count = 1;
-    for (size_t i = kRank; i-- > 0; count *= std::max<int64_t>(1, shape[i])) strides[i] = count;
+    for (size_t i = kRank; i-- > 0;) {
+      strides[i] = count;
+      // What overflows is refused when it is allocated.
+      if (__builtin_mul_overflow(count, std::max<int64_t>(1, shape[i]), &count)) count = INT64_MAX;
+    }
     AtenTensorHandle made = nullptr;
     if (aoti_torch_empty_strided(kRank, shape, strides, torch_dtype, torch_type_, torch_index_,
                                  &made) != AOTI_TORCH_SUCCESS) {
-      // Nothing but want of memory can make this fail.
-      const int64_t bytes =
-          count * (torch_dtype == aoti_torch_dtype_uint8() ? 1
-                   : torch_dtype == torch_dtypes().bfloat16 || torch_dtype == torch_dtypes().float16
-                       ? 2
-                       : 4);
-      fail("out of memory: " + std::to_string(bytes) + " bytes could not be allocated");
+      // Want of memory, or an error of the device that came to light here.
+      std::string sizes;
+      for (const int64_t size : shape) sizes += (sizes.empty() ? "" : ", ") + std::to_string(size);
+      fail("out of memory: a tensor of shape (" + sizes + ") could not be allocated");
     }
     return Tensor(made);
   }
