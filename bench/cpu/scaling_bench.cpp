@@ -3,7 +3,7 @@
 //   scaling_bench [--threads N[,N]...] [--parts N] [--calls N] [BATCH,LENGTH,HEADS,SEQ_LEN_Q]...
 //
 // A line a shape and number of threads, of medians over calls on a cold cache:
-//   us, efficiency  of the call; efficiency is us of the first line / (threads * us)
+//   us, efficiency  of the call; efficiency is us * threads of the first line / (us * threads)
 //   AMX, read       what the call reaches of the ceilings of as many threads
 //   unit, memory    the ceilings themselves, as efficiencies over those of the first line
 //   wake            us until the last thread begins its work

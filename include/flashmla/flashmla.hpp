@@ -145,10 +145,6 @@ inline flashmla_tensor to_c(const TensorView& view) {
   return tensor;
 }
 
-inline std::int32_t threads_of(const flashmla_executor* executor) {
-  return executor != nullptr ? executor->num_threads : 0;
-}
-
 }  // namespace detail
 
 // --- The plan ------------------------------------------------------------------------------------

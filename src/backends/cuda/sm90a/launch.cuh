@@ -11,7 +11,7 @@
 namespace flashmla::cuda::sm90a {
 
 // A block for each (tile of tile_rows query rows, key/value head, part). It may begin while the
-// kernel before it ends: it waits for that one before it reads anything.
+// kernel before it ends: it waits for that one before it reads anything that a result comes of.
 template <auto kKernel>
 cudaError_t launch(const DecodeParams& params, int tile_rows, int threads, int shared_bytes,
                    cudaStream_t stream) {
