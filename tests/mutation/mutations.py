@@ -117,8 +117,8 @@ MUTATIONS = [
     ),
     Mutation(
         "schedule/planner.hpp",
-        "return (offset + row_start_units) / payload + 1;",
-        "return (offset + row_start_units + 1) / payload + 1;",
+        "return quotient(offset + row_start_units, payload) + 1;",
+        "return quotient(offset + row_start_units + 1, payload) + 1;",
         PLANNER,
     ),
     Mutation(
@@ -148,7 +148,7 @@ MUTATIONS = [
     ),
     Mutation(
         "schedule/planner.hpp",
-        "std::int64_t{blocks} * (share + 1) / shares);",
+        "quotient(std::int64_t{blocks} * (share + 1), shares));",
         "std::int64_t{blocks} * share / shares + 1);",
         PLANNER,
     ),
