@@ -29,18 +29,16 @@ namespace {
 
 constexpr int kMaxTries = 400;
 
-struct Options {
-  std::vector<int> num_threads;
-  int calls = 40;
+struct OwnOptions {
   bool warm = false;
   std::string kernel;
-  std::vector<Shape> shapes;
 };
 
-void measure(benchmark::State& state, const Shape& shape, int num_threads, const Options& options) {
+void measure(benchmark::State& state, const Shape& shape, int num_threads, const Options& options,
+             const OwnOptions& own) {
   omp_set_num_threads(num_threads);
   static PagePool pool;
-  Call call(shape, pool, num_threads, 0, options.kernel);
+  Call call(shape, pool, num_threads, 0, own.kernel);
   call.time();
   double best = 0;
   for (int i = 0; i < 40; ++i) best = std::max(best, burst(num_threads));
@@ -48,7 +46,7 @@ void measure(benchmark::State& state, const Shape& shape, int num_threads, const
   int tries = 0;
   while (static_cast<int>(seconds.size()) < options.calls && tries < kMaxTries) {
     ++tries;
-    if (!options.warm) call.take_pages();
+    if (!own.warm) call.take_pages();
     const double before = burst(num_threads);
     const double elapsed = call.time();
     const double after = burst(num_threads);
@@ -75,28 +73,19 @@ void measure(benchmark::State& state, const Shape& shape, int num_threads, const
   state.counters["tries"] = tries;
 }
 
-Options parse(int count, char** words) {
-  Options options;
-  for (int i = 1; i < count; ++i) {
-    const std::string word = words[i];
-    if (word == "--threads" && i + 1 < count) {
-      options.num_threads = parse_counts(words[++i]);
-    } else if (word == "--kernel" && i + 1 < count) {
-      options.kernel = words[++i];
-    } else if (word == "--calls" && i + 1 < count) {
-      options.calls = std::max(1, std::atoi(words[++i]));
-    } else if (word == "--warm") {
-      options.warm = true;
-    } else if (const std::optional<Shape> shape = parse_shape(word.c_str())) {
-      options.shapes.push_back(*shape);
-    } else {
-      std::fprintf(stderr,
-                   "%s: expected [--threads N[,N]...] [--kernel NAME] [--calls N] [--warm] "
-                   "[BATCH,LENGTH,HEADS,SEQ_LEN_Q]...\n",
-                   word.c_str());
-      std::exit(2);
-    }
-  }
+Options parse(int count, char** words, OwnOptions& own) {
+  Options options = parse_options(count, words,
+                                  "[--threads N[,N]...] [--kernel NAME] [--calls N] [--warm] "
+                                  "[BATCH,LENGTH,HEADS,SEQ_LEN_Q]...",
+                                  [&](const std::string& word, const char* value) {
+                                    if (word == "--warm") {
+                                      own.warm = true;
+                                      return 1;
+                                    }
+                                    if (word != "--kernel" || value == nullptr) return 0;
+                                    own.kernel = value;
+                                    return 2;
+                                  });
   if (options.num_threads.empty()) {
     options.num_threads = {1};
     if (omp_get_max_threads() > 1) options.num_threads.push_back(omp_get_max_threads());
@@ -119,18 +108,18 @@ int main(int count, char** words) {
   all.insert(all.begin() + 1, tabular);  // before the caller's own, which decide
   count = static_cast<int>(all.size());
   benchmark::Initialize(&count, all.data());
-  const Options options = parse(count, all.data());
-  benchmark::AddCustomContext("kernel",
-                              options.kernel.empty() ? "the library's choice" : options.kernel);
+  OwnOptions own;
+  const Options options = parse(count, all.data(), own);
+  benchmark::AddCustomContext("kernel", own.kernel.empty() ? "the library's choice" : own.kernel);
   benchmark::AddCustomContext("pages",
-                              options.warm ? "64 tokens, the same each call" : "64 tokens, cold");
+                              own.warm ? "64 tokens, the same each call" : "64 tokens, cold");
   for (const int num_threads : options.num_threads) {
     for (const Shape& shape : options.shapes) {
       const std::string name = "decode/" + shape.name() + "/threads:" + std::to_string(num_threads);
       benchmark::RegisterBenchmark(name.c_str(),
-                                   [&shape, num_threads, &options](auto& state) {
+                                   [&shape, num_threads, &options, &own](auto& state) {
                                      for ([[maybe_unused]] auto _ : state)
-                                       measure(state, shape, num_threads, options);
+                                       measure(state, shape, num_threads, options, own);
                                    })
           ->Iterations(1)
           ->UseManualTime()

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstring>
 #include <numeric>
+#include <optional>
 #include <random>
 
 namespace flashmla::bench {
@@ -34,8 +35,7 @@ void check(flashmla_status status) {
   std::exit(1);
 }
 
-}  // namespace
-
+// "1,4096,16,1": BATCH,LENGTH,HEADS,SEQ_LEN_Q, each at least 1.
 std::optional<Shape> parse_shape(const char* word) {
   Shape shape{};
   if (std::sscanf(word, "%d,%d,%d,%d", &shape.batch, &shape.length, &shape.heads,
@@ -46,6 +46,7 @@ std::optional<Shape> parse_shape(const char* word) {
   return shape;
 }
 
+// "1,2" and the like, each at least 1; empty where it is something else.
 std::vector<int> parse_counts(const char* word) {
   std::vector<int> counts;
   for (char* end = nullptr;; word = end + 1) {
@@ -55,6 +56,34 @@ std::vector<int> parse_counts(const char* word) {
     if (*end == '\0') return counts;
     if (*end != ',') return {};
   }
+}
+
+}  // namespace
+
+Options parse_options(int count, char** words, const char* usage, const OtherOption& other) {
+  Options options;
+  for (int i = 1; i < count;) {
+    const std::string word = words[i];
+    const char* value = i + 1 < count ? words[i + 1] : nullptr;
+    int taken = 2;
+    if (word == "--threads" && value != nullptr) {
+      options.num_threads = parse_counts(value);
+      if (options.num_threads.empty()) taken = 0;
+    } else if (word == "--calls" && value != nullptr) {
+      options.calls = std::max(1, std::atoi(value));
+    } else if (const std::optional<Shape> shape = parse_shape(words[i])) {
+      options.shapes.push_back(*shape);
+      taken = 1;
+    } else {
+      taken = other(word, value);
+    }
+    if (taken == 0) {
+      std::fprintf(stderr, "%s: expected %s\n", words[i], usage);
+      std::exit(2);
+    }
+    i += taken;
+  }
+  return options;
 }
 
 double median(std::vector<double> values) {

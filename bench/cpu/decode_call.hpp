@@ -4,8 +4,8 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstdlib>
+#include <functional>
 #include <memory>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -35,11 +35,17 @@ struct Shape {
   }
 };
 
-// "1,4096,16,1": BATCH,LENGTH,HEADS,SEQ_LEN_Q, each at least 1.
-std::optional<Shape> parse_shape(const char* word);
+struct Options {
+  std::vector<int> num_threads;
+  int calls = 40;  // that count, of a shape
+  std::vector<Shape> shapes;
+};
 
-// "1,2" and the like, each at least 1; empty where it is something else.
-std::vector<int> parse_counts(const char* word);
+// Reads [--threads N[,N]...] [--calls N] [BATCH,LENGTH,HEADS,SEQ_LEN_Q]..., each number at least 1.
+// other(word, value): whether `word` is the program's own, with the word after it, if any, and how
+// many words that is. Prints `usage` and ends the program for anything else.
+using OtherOption = std::function<int(const std::string& word, const char* value)>;
+Options parse_options(int count, char** words, const char* usage, const OtherOption& other);
 
 double median(std::vector<double> values);
 

@@ -30,13 +30,6 @@ namespace {
 constexpr int kRounds = 4;
 constexpr int kMostThreads = 256;
 
-struct Options {
-  std::vector<int> num_threads;
-  int num_parts = 0;  // of the plan; 0: the library's choice
-  int calls = 40;
-  std::vector<Shape> shapes;
-};
-
 // OpenMP as the library uses it, with the times of the first parallel loop of a call: the work. The
 // second one, where there is one, is the merge.
 class TimedExecutor {
@@ -50,7 +43,9 @@ class TimedExecutor {
 
   const flashmla_executor* fields() const { return &fields_; }
 
-  void begin_call() { loops_ = 0; }
+  void begin_call() { loops_ = count_ = 0; }
+  // Whether the call had a loop to time: it asks no executor for one body.
+  bool has_times() const { return count_ > 0; }
   double wake() const { return largest(&Times::begin) - begin_; }
   double mean_work() const {
     double total = 0;
@@ -93,7 +88,7 @@ class TimedExecutor {
 
   flashmla_executor fields_{};
   int loops_ = 0;
-  int count_ = 1;
+  int count_ = 0;  // bodies of the work
   double begin_ = 0;
   Times times_[kMostThreads] = {};
 };
@@ -105,9 +100,9 @@ struct Samples {
 };
 
 void measure_round(Samples& samples, const Shape& shape, PagePool& pool, int num_threads,
-                   const Options& options) {
+                   const Options& options, int num_parts) {
   omp_set_num_threads(num_threads);
-  Call call(shape, pool, num_threads, options.num_parts, "");
+  Call call(shape, pool, num_threads, num_parts, "");
   TimedExecutor executor(num_threads);
   // The threads are there, and the workspace has its memory.
   for (int i = 0; i < 2; ++i) call.time(executor.fields());
@@ -126,7 +121,7 @@ void measure_round(Samples& samples, const Shape& shape, PagePool& pool, int num
     samples.seconds.push_back(elapsed);
     samples.bursts.push_back((before + after) / 2);
     samples.reads.push_back(read);
-    if (num_threads == 1) continue;  // an executor is not asked for one body
+    if (!executor.has_times()) continue;
     samples.wakes.push_back(executor.wake());
     samples.works.push_back(executor.mean_work());
     samples.unevens.push_back(executor.uneven());
@@ -138,11 +133,12 @@ double median_or_zero(const std::vector<double>& values) {
   return values.empty() ? 0 : median(values);
 }
 
-void measure(const Shape& shape, PagePool& pool, const Options& options) {
+// num_parts: of the plan; 0: the library's choice.
+void measure(const Shape& shape, PagePool& pool, const Options& options, int num_parts) {
   std::vector<Samples> samples(options.num_threads.size());
   for (int round = 0; round < kRounds; ++round) {
     for (std::size_t i = 0; i < samples.size(); ++i) {
-      measure_round(samples[i], shape, pool, options.num_threads[i], options);
+      measure_round(samples[i], shape, pool, options.num_threads[i], options, num_parts);
     }
   }
   const double first_seconds = median_or_zero(samples[0].seconds);
@@ -172,26 +168,15 @@ void measure(const Shape& shape, PagePool& pool, const Options& options) {
   std::fflush(stdout);
 }
 
-Options parse(int count, char** words) {
-  Options options;
-  for (int i = 1; i < count; ++i) {
-    const std::string word = words[i];
-    if (word == "--threads" && i + 1 < count) {
-      options.num_threads = parse_counts(words[++i]);
-    } else if (word == "--parts" && i + 1 < count) {
-      options.num_parts = std::max(1, std::atoi(words[++i]));
-    } else if (word == "--calls" && i + 1 < count) {
-      options.calls = std::max(1, std::atoi(words[++i]));
-    } else if (const std::optional<Shape> shape = parse_shape(word.c_str())) {
-      options.shapes.push_back(*shape);
-    } else {
-      std::fprintf(stderr,
-                   "%s: expected [--threads N[,N]...] [--parts N] [--calls N] "
-                   "[BATCH,LENGTH,HEADS,SEQ_LEN_Q]...\n",
-                   word.c_str());
-      std::exit(2);
-    }
-  }
+Options parse(int count, char** words, int& num_parts) {
+  Options options = parse_options(
+      count, words,
+      "[--threads N[,N]...] [--parts N] [--calls N] [BATCH,LENGTH,HEADS,SEQ_LEN_Q]...",
+      [&](const std::string& word, const char* value) {
+        if (word != "--parts" || value == nullptr) return 0;
+        num_parts = std::max(1, std::atoi(value));
+        return 2;
+      });
   if (options.num_threads.empty()) {
     for (int n = 1; n <= omp_get_max_threads(); n *= 2) options.num_threads.push_back(n);
   }
@@ -206,10 +191,11 @@ Options parse(int count, char** words) {
 
 int main(int count, char** words) {
   using namespace flashmla::bench;
-  const Options options = parse(count, words);
+  int num_parts = 0;
+  const Options options = parse(count, words, num_parts);
   PagePool pool;
   std::printf("%-16s %7s %8s %11s %6s %6s %6s %7s %6s %8s %7s %6s  ceilings\n", "shape", "threads",
               "us", "efficiency", "AMX", "read", "unit", "memory", "wake", "work", "uneven",
               "merge");
-  for (const Shape& shape : options.shapes) measure(shape, pool, options);
+  for (const Shape& shape : options.shapes) measure(shape, pool, options, num_parts);
 }
