@@ -112,6 +112,11 @@ Status encode_map(CUtensorMap& map, DType dtype, const void* data, std::int32_t 
   return {};
 }
 
+// The kernel for any number of query rows, which takes a tile in pieces.
+bool is_wide(const select::KernelRow& kernel) {
+  return kernel.max_query_rows == 0;
+}
+
 bool is_aligned(const Problem& problem) {
   return reinterpret_cast<std::uintptr_t>(problem.out) % 16 == 0 &&
          problem.out_batch_stride % kAlignedElements == 0 &&
@@ -181,8 +186,7 @@ Status fill_params(DecodeParams& params, const Problem& problem, const select::K
                       {problem.k_token_stride, problem.k_head_stride, problem.k_block_stride},
                       has_pages ? k_box_rows : 1, whole_tiles ? tile_slices : 1);
   };
-  // The kernel for any number of query rows takes a tile in pieces.
-  const bool in_pieces = kernel.max_query_rows == 0;
+  const bool in_pieces = is_wide(kernel);
   if (Status status = encode_cache(params.k_map, in_pieces ? kFirstPieceOfTile : slices);
       !status.ok()) {
     return status;
@@ -274,7 +278,7 @@ Status decode(const Problem& problem, const select::KernelRow& kernel, void* wor
   DecodeParams params{};
   if (Status status = fill_params(params, problem, kernel, workspace); !status.ok()) return status;
   // The kernels for few query rows have statistics of their own.
-  if (kernel.max_query_rows > 0) {
+  if (!is_wide(kernel)) {
     params.shape.warp_statistics =
         reinterpret_cast<WarpStatistics*>(params.shape.partial_statistics);
   }

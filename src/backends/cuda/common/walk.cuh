@@ -79,12 +79,6 @@ __device__ __forceinline__ std::int32_t visible_tokens(const DecodeParams& param
   return max(0, length - params.shape.seq_len_q + t + 1);
 }
 
-// Where part `index` leaves its share of `row` among the partial results.
-__device__ __forceinline__ std::int32_t fragment_slot(const Part& part, std::int32_t index,
-                                                      std::int32_t row) {
-  return 2 * index + (row == part.begin_row ? 0 : 1);
-}
-
 // Query row `query_row` of one key/value head, as token and head.
 struct QueryRow {
   std::int32_t token;
