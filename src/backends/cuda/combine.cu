@@ -1,6 +1,5 @@
 // The merge of rows that several parts walked, and merge_attention_states.
 #include <cstdint>
-#include <type_traits>
 
 #include "backends/cuda/common/numeric.cuh"
 #include "backends/cuda/common/shared_memory.cuh"
@@ -255,8 +254,8 @@ __device__ __forceinline__ std::uint32_t query_rows_of_row(const CallShape& shap
 
 // --- Few query rows: a team of warps for 64 columns of one ---------------------------------------
 
-// A lane has 8 columns of its team's item, for one part in four of its warp's. All that it reads is
-// asked for at once.
+// Each team has one item at most. A lane has 8 columns of it, for one part in four of its warp's.
+// All that it reads is asked for at once.
 template <class Element, class Results>
 class FewMerger {
  public:
@@ -266,12 +265,25 @@ class FewMerger {
   __device__ FewMerger(const CallShape& shape, const FewItems& items, const CombineShared& shared,
                        std::int32_t num_merged, int team_log2)
       : shape_(shape),
-        items_(items),
-        shared_(shared),
-        num_merged_(num_merged),
         team_log2_(team_log2),
         list_(shared.slots + threadIdx.x / 32 * shape.num_parts) {
-    locate(blockIdx.x * (kWarps >> team_log2));
+    const std::uint32_t item = (blockIdx.x * kWarps + threadIdx.x / 32) >> team_log2;
+    const std::int32_t query_row = item / kPieces;
+    const std::int32_t merged = items.of_row.quotient(query_row);
+    if (merged >= num_merged) return;
+    const std::int32_t row = shared.merged[merged];
+    count_ = list_slots(shape, shared, row, list_);
+    first_place_ = item % kPieces * kItemColumns;
+    of_slot_ = query_row - merged * items.of_row.divisor;
+    if (threadIdx.x % 32 == 0) {
+      const std::int32_t kv_head = items.of_kv_head.quotient(of_slot_);
+      const QueryRow query =
+          query_row_at(shape, kv_head, of_slot_ - kv_head * items.of_kv_head.divisor);
+      Target& target = targets()[threadIdx.x / 32];
+      target.out = static_cast<Element*>(shape.out) + out_offset(shape, row, query);
+      target.lse = first_place_ == 0 ? lse_at(shape, row, query) : nullptr;
+    }
+    __syncwarp();
   }
 
   // Number of items of one merged row.
@@ -282,17 +294,9 @@ class FewMerger {
   __device__ void run() {
     Patience<Results> patience;
     if constexpr (!Results::kAppear) patience.wait_for_end();
-    const std::int32_t teams = kWarps >> team_log2_;
-    const std::int32_t items = num_merged_ * items_of_row(shape_);
-    for (std::int32_t first = blockIdx.x * teams; first < items;) {
-      publish(sum_of_parts(patience));
-      __syncthreads();
-      if (threadIdx.x / 32 % team_warps() == 0 && count_ > 0) write();
-      first += gridDim.x * teams;
-      if (first >= items) break;
-      __syncthreads();
-      locate(first);
-    }
+    publish(sum_of_parts(patience));
+    __syncthreads();
+    if (threadIdx.x / 32 % team_warps() == 0 && count_ > 0) write();
     patience.wait_for_end();
   }
 
@@ -303,28 +307,6 @@ class FewMerger {
   using Sum = Merged<kLaneColumns>;
 
   __device__ __forceinline__ int team_warps() const { return 1 << team_log2_; }
-
-  // Finds the team's item among those from `first` on, and the slots of its parts.
-  __device__ __forceinline__ void locate(std::int32_t first) {
-    const std::int32_t item = first + (threadIdx.x / 32 >> team_log2_);
-    const std::int32_t query_row = static_cast<std::uint32_t>(item) / kPieces;
-    const std::int32_t merged = items_.of_row.quotient(query_row);
-    count_ = 0;
-    if (merged >= num_merged_) return;
-    const std::int32_t row = shared_.merged[merged];
-    count_ = list_slots(shape_, shared_, row, list_);
-    first_place_ = static_cast<std::uint32_t>(item) % kPieces * kItemColumns;
-    of_slot_ = query_row - merged * items_.of_row.divisor;
-    if (threadIdx.x % 32 == 0) {
-      const std::int32_t kv_head = items_.of_kv_head.quotient(of_slot_);
-      const QueryRow query =
-          query_row_at(shape_, kv_head, of_slot_ - kv_head * items_.of_kv_head.divisor);
-      Target& target = targets()[threadIdx.x / 32];
-      target.out = static_cast<Element*>(shape_.out) + out_offset(shape_, row, query);
-      target.lse = first_place_ == 0 ? lse_at(shape_, row, query) : nullptr;
-    }
-    __syncwarp();
-  }
 
   // Where a warp's item goes; no lse but with the first columns.
   struct Target {
@@ -468,9 +450,6 @@ class FewMerger {
   }
 
   const CallShape& shape_;
-  const FewItems& items_;
-  const CombineShared& shared_;
-  std::int32_t num_merged_;
   int team_log2_;       // of its warps, which divide kWarps
   std::int32_t* list_;  // slots of the row's partial results...
   std::int32_t count_ = 0;
@@ -480,7 +459,7 @@ class FewMerger {
 
 // --- Many query rows: a warp for each ------------------------------------------------------------
 
-template <class Element>
+template <class Element, class Results>
 class ManyMerger {
  public:
   __device__ ManyMerger(const CallShape& shape, const CombineShared& shared,
@@ -504,7 +483,7 @@ class ManyMerger {
   }
 
  private:
-  static constexpr int kChunks = 2;  // of 8 columns, one in each half
+  static constexpr int kChunks = 2;  // of 8 numbers, one in each half
   static constexpr int kPartsInFlight = 2;
   using Sum = Merged<kChunks * kLaneColumns>;
 
@@ -519,7 +498,8 @@ class ManyMerger {
     if (place_.row != row_before) count_ = list_slots(shape_, shared_, place_.row, list_);
   }
 
-  static __device__ std::int32_t column(int chunk) {
+  // Of a chunk of this lane.
+  static __device__ std::int32_t place(int chunk) {
     return (chunk * 32 + threadIdx.x % 32) * kLaneColumns;
   }
 
@@ -536,8 +516,8 @@ class ManyMerger {
             partial_index(shape_, list_[base + j], place_.kv_head, place_.query_row);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
-          WideResults::weighing(shape_, row, column(chunk), weighings[j][chunk]);
-          WideResults::numbers(shape_, row, column(chunk), values[j][chunk]);
+          Results::weighing(shape_, row, place(chunk), weighings[j][chunk]);
+          Results::numbers(shape_, row, place(chunk), values[j][chunk]);
         }
       }
       float reference = total.reference;
@@ -553,10 +533,15 @@ class ManyMerger {
         total.sum = fmaf(weight, weighings[j][0].sum, total.sum);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
-          add_columns(total.columns + chunk * kLaneColumns, weight * weighings[j][chunk].scale,
+          add_columns(total.columns + chunk * kLaneColumns,
+                      weight * Results::scale_of(weighings[j][chunk], place(chunk)),
                       values[j][chunk]);
         }
       }
+    }
+#pragma unroll
+    for (int lanes = 1; lanes < Results::kSumLanes; lanes *= 2) {
+      total.sum += __shfl_xor_sync(~0u, total.sum, lanes);
     }
     return total;
   }
@@ -572,7 +557,7 @@ class ManyMerger {
                             pack<Element>(columns[2] * scale, columns[3] * scale),
                             pack<Element>(columns[4] * scale, columns[5] * scale),
                             pack<Element>(columns[6] * scale, columns[7] * scale)};
-      store_row_chunk(out + column(chunk), packed, shape_.out_is_aligned);
+      store_row_chunk(out + Results::column(place(chunk)), packed, shape_.out_is_aligned);
     }
     if (threadIdx.x % 32 == 0) {
       *lse_at(shape_, place_.row, query) = natural_lse(total.reference, total.sum);
@@ -604,11 +589,9 @@ __global__ void __launch_bounds__(kThreads, Results::kBlocks)
   }
   const std::int64_t items = static_cast<std::int64_t>(num_merged) * Few::items_of_row(shape);
   const std::int64_t warps = std::int64_t{kWarps} * gridDim.x;
-  if constexpr (std::is_same_v<Results, WideResults>) {
-    if (items > warps) {
-      ManyMerger<Element>(shape, shared, num_merged).run();
-      return;
-    }
+  if (items > warps) {
+    ManyMerger<Element, Results>(shape, shared, num_merged).run();
+    return;
   }
   int team_log2 = 0;
   while ((2 << team_log2) <= kWarps && items << (team_log2 + 1) <= warps) ++team_log2;
