@@ -57,6 +57,13 @@ __device__ __forceinline__ FirstReads read_first(const DecodeParams& params,
   if (first.part.begin_row != first.row && first.part.begin_row <= first.part.end_row) {
     first.length = row_length(shape, first.part.begin_row, load);
   }
+  // Lanes that read at different times may have found different values.
+  const auto share = [](std::int32_t& value) { value = __shfl_sync(~0u, value, 0); };
+  share(first.length);
+  share(first.part.begin_row);
+  share(first.part.begin_block);
+  share(first.part.end_row);
+  share(first.part.end_block);
   return first;
 }
 
