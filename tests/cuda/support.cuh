@@ -104,7 +104,7 @@ __global__ void fill_normal(Element* data, std::size_t size, std::uint64_t seed,
 
 // Tokens of the cache that some row uses; the rest keeps its poison.
 template <class Element>
-__global__ void fill_used_tokens(Problem p, std::uint64_t seed, float scale) {
+__global__ void fill_used_tokens(Problem p, std::uint64_t seed) {
   const std::int32_t row = blockIdx.y;
   Element* cache = static_cast<Element*>(const_cast<void*>(p.k_cache));
   const std::int32_t length = p.cache_seqlens[row * p.cache_seqlens_stride];
@@ -114,7 +114,37 @@ __global__ void fill_used_tokens(Problem p, std::uint64_t seed, float scale) {
     for (int i = threadIdx.x; i < p.num_heads_k * p.head_dim; i += blockDim.x) {
       const std::int64_t place = page * p.k_block_stride + token % p.page_size * p.k_token_stride +
                                  i / p.head_dim * p.k_head_stride + i % p.head_dim;
-      cache[place] = static_cast<Element>(scale * standard_normal(seed, place));
+      cache[place] = static_cast<Element>(standard_normal(seed, place));
+    }
+  }
+}
+
+// Makes every other query row attend to every other token alone, by the columns that are no values,
+// and these tokens' values smaller by 2^40.
+template <class Element>
+__global__ void set_apart(Problem p) {
+  const std::int32_t row = blockIdx.y;
+  const std::int32_t length = p.cache_seqlens[row * p.cache_seqlens_stride];
+  const auto sign = [](std::int32_t i) { return i % 2 == 0 ? 1.0f : -1.0f; };
+  for (std::int32_t i = blockIdx.x; i < p.seq_len_q * p.num_heads_q; i += gridDim.x) {
+    Element* q = static_cast<Element*>(const_cast<void*>(p.q)) + row * p.q_batch_stride +
+                 i / p.num_heads_q * p.q_token_stride + i % p.num_heads_q * p.q_head_stride;
+    for (int c = p.head_dim_v + threadIdx.x; c < p.head_dim; c += blockDim.x) {
+      q[c] = static_cast<Element>(16.0f * sign(i));
+    }
+  }
+  for (std::int32_t token = blockIdx.x; token < length; token += gridDim.x) {
+    const std::int64_t page = p.block_table[row * p.block_table_batch_stride +
+                                            token / p.page_size * p.block_table_page_stride];
+    for (int i = threadIdx.x; i < p.num_heads_k * p.head_dim; i += blockDim.x) {
+      Element& element = static_cast<Element*>(const_cast<void*>(
+          p.k_cache))[page * p.k_block_stride + token % p.page_size * p.k_token_stride +
+                      i / p.head_dim * p.k_head_stride + i % p.head_dim];
+      if (i % p.head_dim >= p.head_dim_v) {
+        element = static_cast<Element>(sign(token));
+      } else if (token % 2 == 1) {
+        element = static_cast<Element>(static_cast<float>(element) * 0x1p-40f);
+      }
     }
   }
 }
@@ -190,10 +220,11 @@ struct Case {
   bool visible_lens = false;   // random ones
   bool strided = false;        // padding between tokens, heads and rows
   bool tight = false;          // no column of the table that no row uses
+  bool apart = false;          // see set_apart(); bf16
   float q_scale = 1.0f;        // standard deviation of q: larger is peakier
   float softmax_scale = 0.0f;  // 0: head_dim ** -0.5
   std::int32_t num_parts = 0;  // 0: as many as suit the device
-  std::string plan = "own";    // own | one | random | reversed | padded
+  std::string plan = "own";    // own | one | stale | random | reversed | padded
   std::string kernel;
 };
 
@@ -241,6 +272,10 @@ inline void Instance::make_plan(std::mt19937& random) {
   if (spec.plan == "one") {
     rows[2] = batch + 3;  // past the end
     rows[3] = 7;
+  } else if (spec.plan == "stale") {
+    // One part, made when the last row had a block less.
+    rows[2] = batch - 1;
+    rows[3] = schedule::blocks_of_length(spec.lengths.back()) - 1;
   } else if (spec.plan == "padded") {
     // Made for one row fewer: the last row is walked by nobody.
     rows[2] = batch - 2;
@@ -378,11 +413,12 @@ inline Instance make_instance(const Case& spec, std::uint32_t seed, bool hostile
   if (p.dtype == DType::kBFloat16) {
     auto* q = reinterpret_cast<__nv_bfloat16*>(instance.q.data());
     fill_normal<<<512, 256>>>(q, instance.q.size(), seed + 1, spec.q_scale);
-    if (!hostile && p.batch > 0) fill_used_tokens<__nv_bfloat16><<<grid, 256>>>(p, seed + 2, 1.0f);
+    if (!hostile && p.batch > 0) fill_used_tokens<__nv_bfloat16><<<grid, 256>>>(p, seed + 2);
+    if (spec.apart) set_apart<__nv_bfloat16><<<grid, 256>>>(p);
   } else {
     auto* q = reinterpret_cast<__half*>(instance.q.data());
     fill_normal<<<512, 256>>>(q, instance.q.size(), seed + 1, spec.q_scale);
-    if (!hostile && p.batch > 0) fill_used_tokens<__half><<<grid, 256>>>(p, seed + 2, 1.0f);
+    if (!hostile && p.batch > 0) fill_used_tokens<__half><<<grid, 256>>>(p, seed + 2);
   }
 
   if (spec.num_parts > 0) {
@@ -392,7 +428,7 @@ inline Instance make_instance(const Case& spec, std::uint32_t seed, bool hostile
     require(parts.status());
     p.num_parts = parts.value();
   }
-  if (spec.plan == "one") p.num_parts = 1;
+  if (spec.plan == "one" || spec.plan == "stale") p.num_parts = 1;
   instance.plan_rows =
       DeviceArray<std::int32_t>(static_cast<std::size_t>(p.num_parts) * kPlanRowFields);
   instance.num_splits = DeviceArray<std::int32_t>(p.batch + 1);
@@ -406,9 +442,10 @@ inline Instance make_instance(const Case& spec, std::uint32_t seed, bool hostile
   return instance;
 }
 
-// Relative error of out over all rows in `walked`, and the largest absolute error of lse.
+// Relative error of out over all rows in `walked` and of the worst query row, and the largest
+// absolute error of lse.
 struct Errors {
-  double out = 0.0, lse = 0.0;
+  double out = 0.0, worst_query_row = 0.0, lse = 0.0;
   bool has_bad_values =
       false;  // NaN or inf in out, or an lse that is infinite where it must not be
 };
@@ -456,14 +493,21 @@ inline Errors compare_with_reference(const Instance& instance, std::int32_t rows
     for (std::int64_t t = 0; t < p.seq_len_q; ++t) {
       for (std::int64_t h = 0; h < p.num_heads_q; ++h) {
         const std::int64_t query = (row * p.seq_len_q + t) * p.num_heads_q + h;
+        double of_query_row[2] = {};
         for (std::int64_t c = 0; c < p.head_dim_v; ++c) {
           const double got = to_float(got_out[row * p.out_batch_stride + t * p.out_token_stride +
                                               h * p.out_head_stride + c],
                                       p.dtype);
           const double want = want_out[query * p.head_dim_v + c];
           if (!std::isfinite(got)) errors.has_bad_values = true;
-          difference += (got - want) * (got - want);
-          norm += want * want;
+          of_query_row[0] += (got - want) * (got - want);
+          of_query_row[1] += want * want;
+        }
+        difference += of_query_row[0];
+        norm += of_query_row[1];
+        if (of_query_row[1] > 0.0) {
+          errors.worst_query_row =
+              std::max(errors.worst_query_row, std::sqrt(of_query_row[0] / of_query_row[1]));
         }
         const std::int64_t place =
             row * p.lse_batch_stride + h * p.lse_head_stride + t * p.lse_token_stride;

@@ -71,8 +71,10 @@ class NarrowScout {
       part_ = {0, 0, 0, 0};
       begin_length_ = 0;
     }
-    end_length_ = part_.end_row == part_.begin_row ? begin_length_
-                                                   : row_length(params_.shape, part_.end_row, load);
+    end_length_ = begin_length_;
+    if (part_.end_row != part_.begin_row) {
+      end_length_ = __shfl_sync(~0u, row_length(params_.shape, part_.end_row, load), 0);
+    }
   }
 
   // Marks what the combine is to wait for as not written, and lets it begin. By the guess, at once:
@@ -544,20 +546,23 @@ class NarrowCompute {
   __device__ __forceinline__ void finish_fragment(std::int32_t slot) {
     const CallShape& shape = params_.shape;
     const std::int64_t first = partial_index(shape, slot, blockIdx.y, 0);
-    float largest[4] = {};
+    // Each query row has a scale of its own: their magnitudes have nothing to do with each other.
+    float scale[kHeads];
 #pragma unroll
-    for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
+    for (int i = 0; i < kHeads; ++i) {
+      float largest = 0.0f;
 #pragma unroll
-      for (int i = 0; i < kScores; ++i) {
-        largest[i % 4] = fmaxf(largest[i % 4], fabsf(accumulators_[slice][i]));
+      for (int slice = 0; slice < Traits::kValueSlices; ++slice) {
+        const float* a = accumulators_[slice] + i / 2 * 4 + i % 2;
+        largest = fmaxf(largest, fmaxf(fabsf(a[0]), fabsf(a[2])));
       }
-    }
-    // Bits of floats that are not negative are ordered as they are.
-    const float scale = partial_scale(__uint_as_float(__reduce_max_sync(
-        ~0u,
-        __float_as_uint(fmaxf(fmaxf(largest[0], largest[1]), fmaxf(largest[2], largest[3]))))));
 #pragma unroll
-    for (int i = 0; i < kHeads; ++i) scale_accumulators(i, inverse_partial_scale(scale));
+      for (int lanes = 4; lanes < 32; lanes *= 2) {
+        largest = fmaxf(largest, __shfl_xor_sync(~0u, largest, lanes));
+      }
+      scale[i] = partial_scale(largest);
+      scale_accumulators(i, inverse_partial_scale(scale[i]));
+    }
     stage_rows<__half>([&](int query_row, int slice) {
       return staged_share(query_row, slice * 2 + lane_ / 8 % 2);
     });
@@ -569,7 +574,7 @@ class NarrowCompute {
         if (column(i) >= shape.query_rows) continue;
         ptx::store_whole_16(statistics + column(i) * kPartialWarps,
                             uint4{__float_as_uint(reference_[i]), __float_as_uint(sum_[i]),
-                                  __float_as_uint(scale), 0});
+                                  __float_as_uint(scale[i]), 0});
       }
     }
     __syncwarp();
