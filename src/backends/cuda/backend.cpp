@@ -161,6 +161,27 @@ CallShape call_shape(const Problem& problem, void* workspace) {
   return shape;
 }
 
+// Where the wide kernel's results go.
+Status encode_results(DecodeParams& params, const Problem& problem) {
+  params.out_has_map =
+      params.shape.out_is_aligned && problem.heads_per_kv_head() % kStoredRows == 0;
+  if (params.out_has_map) {
+    if (Status status = encode_map(
+            params.out_map, problem.dtype, problem.out, problem.head_dim_v,
+            {problem.num_heads_q, problem.seq_len_q, problem.batch},
+            {problem.out_head_stride, problem.out_token_stride, problem.out_batch_stride},
+            kStoredRows, kStoredSlices);
+        !status.ok()) {
+      return status;
+    }
+  }
+  const std::int64_t row = problem.head_dim_v, head = problem.query_rows() * row;
+  return encode_map(params.partial_map, DType::kFloat16, params.shape.partial_out,
+                    problem.head_dim_v,
+                    {problem.query_rows(), problem.num_heads_k, 2 * problem.num_parts},
+                    {row, head, problem.num_heads_k * head}, kStoredRows, kStoredSlices);
+}
+
 Status fill_params(DecodeParams& params, const Problem& problem, const select::KernelRow& kernel,
                    void* workspace) {
   params.shape = call_shape(problem, workspace);
@@ -195,6 +216,7 @@ Status fill_params(DecodeParams& params, const Problem& problem, const select::K
     if (Status status = encode_cache(params.k_rest_map, slices - kFirstPieceOfTile); !status.ok()) {
       return status;
     }
+    if (Status status = encode_results(params, problem); !status.ok()) return status;
   }
   params.q = problem.q;
   params.q_batch_stride = problem.q_batch_stride;

@@ -91,6 +91,10 @@ struct CallShape {
   WarpStatistics* warp_statistics;
 };
 
+// Query rows that a warp of the wide kernel stores at once, and slices of each.
+inline constexpr int kStoredRows = 16;
+inline constexpr int kStoredSlices = 4;
+
 // The slices of a tile that reach the wide kernel first.
 inline constexpr int kFirstPieceOfTile = 4;
 
@@ -115,7 +119,13 @@ struct DecodeParams {
   bool causal;
   float scale_log2;  // softmax_scale * log2(e)
 
-  CUtensorMap k_rest_map;  // the wide kernel's: the other slices of a tile
+  // The wide kernel's: the other slices of a tile; and where its results go, by boxes of
+  // kStoredRows rows: out as q_map is of q, if out_has_map, and partial_out as (64 elements, query
+  // row, slice, key/value head, slot).
+  CUtensorMap k_rest_map;
+  CUtensorMap out_map;
+  CUtensorMap partial_map;
+  bool out_has_map;
 };
 
 }  // namespace flashmla::cuda

@@ -37,6 +37,20 @@ __device__ __forceinline__ void copy_box_once(std::uint32_t destination, const C
       : "memory");
 }
 
+// One box of a rank-5 tensor map out of shared memory, which fence_async_proxy() must have handed
+// over; what lies outside the tensor is left out. One thread, which then waits until the copy
+// engine has read the box.
+__device__ __forceinline__ void store_box(const CUtensorMap& map, std::uint32_t source, int x0,
+                                          int x1, int x2, int x3, int x4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5, %6}], [%1];"
+      "\n"
+      "cp.async.bulk.commit_group;\n"
+      "cp.async.bulk.wait_group.read 0;\n" ::"l"(reinterpret_cast<std::uint64_t>(&map)),
+      "r"(source), "r"(x0), "r"(x1), "r"(x2), "r"(x3), "r"(x4)
+      : "memory");
+}
+
 // The line of an address into L2. Not a read: what it brings may be overwritten.
 __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -510,6 +510,9 @@ class ValueRole {
   using Element = typename Traits::Element;
   using Mma = mma::WarpgroupMma<Element, false, true, 128>;
   static constexpr int kAccumulators = 128;  // of a thread: 2 query rows x 64 columns
+  static constexpr int kStoredSliceBytes = kStoredRows * mma::kRowBytes;
+  static_assert(kStoredRows * Traits::kWarpgroupWarps == Traits::kTileRows &&
+                kStoredSlices == Traits::kOwnSlices);
 
  public:
   __device__ __forceinline__ ValueRole(const DecodeParams& params, WideShared<Traits>& shared)
@@ -618,53 +621,56 @@ class ValueRole {
            warpgroup() * Traits::kOwnColumns;
   }
 
-  // This warpgroup's slices of a stage that nothing else uses.
-  __device__ __forceinline__ std::uint32_t own_slices(int stage) const {
+  // This warp's quarter of its warpgroup's slices of a stage that nothing else uses.
+  __device__ __forceinline__ std::uint32_t own_box(int stage) const {
     return ptx::opaque(ptx::shared_address(shared_.stages[stage]) +
-                       warpgroup() * Traits::kOwnSlices * Traits::kSliceBytes);
+                       warpgroup() * Traits::kOwnSlices * Traits::kSliceBytes +
+                       warp() * kStoredSlices * kStoredSliceBytes);
   }
 
-  // Puts the accumulators into this warpgroup's slices as rows of 2-byte elements, so that each
-  // store instruction of a warp then writes 512 contiguous bytes. A warp reads only what it wrote.
+  // Puts the accumulators into a quarter of this warpgroup's slices as a box of 2-byte elements:
+  // kStoredSlices slices of kStoredRows rows, the warp's.
   template <class Stored>
   __device__ __forceinline__ void stage_rows(std::uint32_t base) const {
-    const int fragment_row = 16 * warp() + lane() % 16;
 #pragma unroll
     for (int i = 0; i < kAccumulators / 8; ++i) {
       const float* a = accumulators_ + 8 * i;
-      ptx::store_matrices(base + i / 4 * Traits::kSliceBytes +
-                              mma::chunk_offset(fragment_row, i % 4 * 2 + lane() / 16),
+      ptx::store_matrices(base + i / 4 * kStoredSliceBytes +
+                              mma::chunk_offset(lane() % 16, i % 4 * 2 + lane() / 16),
                           pack<Stored>(a[0], a[1]), pack<Stored>(a[2], a[3]),
                           pack<Stored>(a[4], a[5]), pack<Stored>(a[6], a[7]));
     }
+    // The copy engine reads the box, and later writes here.
+    ptx::fence_async_proxy();
     __syncwarp();
   }
 
-  // This lane's 16 bytes of a staged row.
-  __device__ __forceinline__ uint4 staged_chunk(std::uint32_t base, int tile_row) const {
-    return ptx::load_shared_16(base + lane() / 8 * Traits::kSliceBytes +
-                               mma::chunk_offset(tile_row, lane() % 8));
-  }
-
   __device__ __forceinline__ void write_rows(std::int32_t row, int stage) {
-    const std::uint32_t base = own_slices(stage);
+    const std::uint32_t base = own_box(stage);
     scale_accumulators(stage);
     stage_rows<Element>(base);
-#pragma unroll 1
-    for (int i = 0; i < 16; ++i) {
-      const int tile_row = 16 * warp() + i;
-      const std::int32_t query_row = Place::first_query_row() + tile_row;
-      if (query_row >= params_.shape.query_rows) break;
-      store_row_chunk(
-          out_row(row, query_row_at(params_.shape, Place::kv_head(), query_row)) + lane() * 8,
-          staged_chunk(base, tile_row), params_.shape.out_is_aligned);
+    const std::int32_t first = Place::first_query_row() + kStoredRows * warp();
+    if (params_.out_has_map) {
+      if (lane() == 0) {
+        const QueryRow query = query_row_at(params_.shape, Place::kv_head(), first);
+        ptx::store_box(params_.out_map, base, 0, query.head, warpgroup() * kStoredSlices,
+                       query.token, row);
+      }
+      return;
     }
-    // The copy engine writes here next.
-    ptx::fence_async_proxy();
+#pragma unroll 1
+    for (int i = 0; i < kStoredRows; ++i) {
+      if (first + i >= params_.shape.query_rows) break;
+      store_row_chunk(
+          out_row(row, query_row_at(params_.shape, Place::kv_head(), first + i)) + lane() * 8,
+          ptx::load_shared_16(base + lane() / 8 * kStoredSliceBytes +
+                              mma::chunk_offset(i, lane() % 8)),
+          params_.shape.out_is_aligned);
+    }
   }
 
   __device__ __forceinline__ void write_partials(std::int32_t slot, int stage) {
-    const std::uint32_t base = own_slices(stage);
+    const std::uint32_t base = own_box(stage);
     float factor[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -690,25 +696,10 @@ class ValueRole {
     }
     scale_accumulators(factor[0], factor[1]);
     stage_rows<__half>(base);
-    std::uint16_t* destination = params_.shape.partial_out +
-                                 partial_index(params_.shape, slot, Place::kv_head(),
-                                               Place::first_query_row() + 16 * warp()) *
-                                     Traits::kHeadDimV +
-                                 warpgroup() * Traits::kOwnColumns + lane() * 8;
-    constexpr int kInFlight = 4;
-#pragma unroll 1
-    for (int begin = 0; begin < 16; begin += kInFlight) {
-      uint4 values[kInFlight];
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) values[i] = staged_chunk(base, 16 * warp() + begin + i);
-#pragma unroll
-      for (int i = 0; i < kInFlight; ++i) {
-        if (Place::first_query_row() + 16 * warp() + begin + i >= params_.shape.query_rows)
-          continue;
-        *reinterpret_cast<uint4*>(destination + (begin + i) * Traits::kHeadDimV) = values[i];
-      }
+    if (lane() == 0) {
+      ptx::store_box(params_.partial_map, base, 0, Place::first_query_row() + kStoredRows * warp(),
+                     warpgroup() * kStoredSlices, Place::kv_head(), slot);
     }
-    ptx::fence_async_proxy();
   }
 
   __device__ __forceinline__ void write_zeros(std::int32_t row) {
@@ -737,6 +728,8 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   if (threadIdx.x == 0) {
     ptx::prefetch_map(params.q_map);
     ptx::prefetch_map(params.k_map);
+    ptx::prefetch_map(params.k_rest_map);
+    ptx::prefetch_map(params.partial_map);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       for (std::uint64_t& full : shared.full[stage]) {
         ptx::mbarrier_init(ptx::shared_address(&full), 1);
