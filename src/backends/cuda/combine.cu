@@ -129,8 +129,9 @@ struct Weighing {
 // Of the kernel for any number of query rows, whose grid must have ended.
 struct WideResults {
   static constexpr bool kAppear = false;
-  static constexpr int kBlocks = 3;    // for which there are registers in a multiprocessor
-  static constexpr int kSumLanes = 1;  // neighbouring lanes over which the sum is spread
+  static constexpr int kBlocks = 3;         // for which there are registers in a multiprocessor
+  static constexpr int kPartsInFlight = 5;  // of a lane that has few query rows
+  static constexpr int kSumLanes = 1;       // neighbouring lanes over which the sum is spread
 
   static __device__ bool weighing(const CallShape& shape, std::int64_t row, std::int32_t place,
                                   Weighing& to) {
@@ -155,12 +156,19 @@ struct WideResults {
   static __device__ std::int32_t column(std::int32_t place) { return place; }
 };
 
+// The same where all rows together are few: a block needs not leave room for others.
+struct FewWideResults : WideResults {
+  static constexpr int kBlocks = 2;
+  static constexpr int kPartsInFlight = 8;
+};
+
 // Of the kernel for few query rows. They appear while it runs; it cleared their places before this
 // grid began. A warp's columns lie together, and each lane has the statistics of another warp.
 struct NarrowResults {
   static constexpr bool kAppear = true;
   // 128 registers at most, of which there are 112 beside a block of attention.
   static constexpr int kBlocks = 2;
+  static constexpr int kPartsInFlight = 5;
   static constexpr int kSumLanes = kPartialWarps;
   static constexpr std::int32_t kWarpColumns = kHeadDimV / kPartialWarps;
 
@@ -248,7 +256,7 @@ struct FewItems {
   Divisor of_kv_head;  // query rows
 };
 
-__device__ __forceinline__ std::uint32_t query_rows_of_row(const CallShape& shape) {
+__host__ __device__ __forceinline__ std::uint32_t query_rows_of_row(const CallShape& shape) {
   return shape.num_heads_k * shape.query_rows;
 }
 
@@ -287,7 +295,7 @@ class FewMerger {
   }
 
   // Number of items of one merged row.
-  static __device__ std::uint32_t items_of_row(const CallShape& shape) {
+  static __host__ __device__ std::uint32_t items_of_row(const CallShape& shape) {
     return query_rows_of_row(shape) * kPieces;
   }
 
@@ -303,7 +311,7 @@ class FewMerger {
  private:
   static constexpr int kGroupLanes = kItemColumns / kLaneColumns;
   static constexpr int kGroups = 32 / kGroupLanes;
-  static constexpr int kPartsInFlight = 5;
+  static constexpr int kPartsInFlight = Results::kPartsInFlight;
   using Sum = Merged<kLaneColumns>;
 
   __device__ __forceinline__ int team_warps() const { return 1 << team_log2_; }
@@ -683,9 +691,19 @@ template <class Element>
 cudaError_t launch_combine(const CallShape& shape, std::int32_t num_multiprocessors,
                            cudaStream_t stream) {
   // Beside the blocks of the kernel for few query rows there is room for one.
-  return shape.warp_statistics != nullptr
-             ? launch<combine_kernel<Element, NarrowResults>>(shape, num_multiprocessors, stream)
-             : launch<combine_kernel<Element, WideResults>>(shape, 2 * num_multiprocessors, stream);
+  if (shape.warp_statistics != nullptr) {
+    return launch<combine_kernel<Element, NarrowResults>>(shape, num_multiprocessors, stream);
+  }
+  // Of all rows, were they shared.
+  using Few = FewMerger<Element, FewWideResults>;
+  const std::int64_t items = std::int64_t{shape.batch} * Few::items_of_row(shape);
+  const int warps = kWarps * num_multiprocessors;
+  if (items > 2 * warps) {
+    return launch<combine_kernel<Element, WideResults>>(shape, 2 * num_multiprocessors, stream);
+  }
+  // With fewer blocks more of them begin beside the last of the attention.
+  return launch<combine_kernel<Element, FewWideResults>>(
+      shape, items > warps ? 2 * num_multiprocessors : num_multiprocessors, stream);
 }
 
 }  // namespace
