@@ -392,9 +392,11 @@ inline Instance make_instance(const Case& spec, std::uint32_t seed, bool hostile
   p.k_head_stride = p.head_dim + pad;
   p.k_token_stride = p.num_heads_k * p.k_head_stride + pad;
   p.k_block_stride = p.page_size * p.k_token_stride + 5 * pad;
-  p.out_head_stride = p.head_dim_v + (spec.strided ? 3 : 0);  // not aligned to 16 bytes
+  // Gaps after the rows of out, which are then aligned to 16 bytes or not.
+  const std::int64_t out_pad = !spec.strided ? 0 : spec.page_size == 64 ? 8 : 3;
+  p.out_head_stride = p.head_dim_v + out_pad;
   p.out_token_stride = p.num_heads_q * p.out_head_stride;
-  p.out_batch_stride = p.seq_len_q * p.out_token_stride + (spec.strided ? 5 : 0);
+  p.out_batch_stride = p.seq_len_q * p.out_token_stride + out_pad;
   p.lse_token_stride = 1;
   p.lse_head_stride = p.seq_len_q;
   p.lse_batch_stride = static_cast<std::int64_t>(p.num_heads_q) * p.seq_len_q;
