@@ -17,12 +17,12 @@ struct PlanModel {
 // block of 64 tokens, for 16 heads and for 128. A merge costs little, so the line is always cut.
 inline constexpr PlanModel kCpuPlan{1, 1, false};
 
-// CUDA: loading queries and writing a result takes about half a block's time for few query rows, a
-// block's and more for others, whose partial results are also so large that a share of one block is
-// not worth its merge (docs/performance/h200.md).
+// CUDA: loading queries and writing a result takes about half a block's time. With more query rows
+// than this a partial result is so large that a share of one block is not worth its merge
+// (docs/performance/h200.md).
 inline constexpr std::int32_t kCudaFewQueryRows = 32;
 constexpr PlanModel cuda_plan(std::int64_t query_rows) {
-  return query_rows <= kCudaFewQueryRows ? PlanModel{4, 1, true} : PlanModel{8, 2, true};
+  return {4, query_rows <= kCudaFewQueryRows ? 1 : 2, true};
 }
 
 }  // namespace flashmla::tuning
