@@ -4,6 +4,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <array>
 #include <atomic>
 #include <bit>
@@ -20,6 +21,7 @@ namespace {
 
 constexpr std::int32_t kTileRows = 64;  // query rows of a block of the wide kernel
 constexpr std::int64_t kAlignedElements = select::kCudaAlignment / 2;
+constexpr std::int64_t kMapStrideLimit = std::int64_t{1} << 39;  // of a tensor map, in elements
 static_assert(2 * select::kCudaMaxParts - 1 <= INT16_MAX, "Entry::detail holds a slot");
 
 // One line of the manifest after another, as selection numbers them.
@@ -78,9 +80,9 @@ Result<EncodeTiled> encode_function() {
 }
 
 // Dimensions (64 elements, d1, slice, d3, d4), strides of d1, d3, d4 in elements; a box is 64
-// elements x box_rows along d1 x box_slices. Bytes land in the 128-byte
-// swizzle. No promotion in L2: a token's slices are fetched one after another anyway, and fetching
-// 256 bytes for each cost 6% of the bandwidth.
+// elements x box_rows along d1 x box_slices, in shared memory in the 128-byte swizzle. No promotion
+// in L2: a token's slices are fetched one after another anyway, and fetching 256 bytes for each
+// cost 6% of the bandwidth.
 Status encode_map(CUtensorMap& map, DType dtype, const void* data, std::int32_t head_dim,
                   const std::array<std::int64_t, 3>& extents,
                   const std::array<std::int64_t, 3>& strides, std::int32_t box_rows,
@@ -117,11 +119,17 @@ bool is_wide(const select::KernelRow& kernel) {
   return kernel.max_query_rows == 0;
 }
 
+// Strides of out that are stepped along, the others as 0: head, token, batch row.
+std::array<std::int64_t, 3> out_strides(const Problem& problem) {
+  return {problem.num_heads_q > 1 ? problem.out_head_stride : 0,
+          problem.seq_len_q > 1 ? problem.out_token_stride : 0,
+          problem.batch > 1 ? problem.out_batch_stride : 0};
+}
+
 bool is_aligned(const Problem& problem) {
   return reinterpret_cast<std::uintptr_t>(problem.out) % 16 == 0 &&
-         problem.out_batch_stride % kAlignedElements == 0 &&
-         problem.out_token_stride % kAlignedElements == 0 &&
-         problem.out_head_stride % kAlignedElements == 0;
+         std::ranges::all_of(out_strides(problem),
+                             [](std::int64_t stride) { return stride % kAlignedElements == 0; });
 }
 
 std::int64_t partial_rows(const Problem& problem) {
@@ -163,14 +171,14 @@ CallShape call_shape(const Problem& problem, void* workspace) {
 
 // Where the wide kernel's results go.
 Status encode_results(DecodeParams& params, const Problem& problem) {
-  params.out_has_map =
-      params.shape.out_is_aligned && problem.heads_per_kv_head() % kStoredRows == 0;
+  const std::array<std::int64_t, 3> strides = out_strides(problem);
+  params.out_has_map = params.shape.out_is_aligned &&
+                       problem.heads_per_kv_head() % kStoredRows == 0 &&
+                       *std::ranges::max_element(strides) < kMapStrideLimit;
   if (params.out_has_map) {
-    if (Status status = encode_map(
-            params.out_map, problem.dtype, problem.out, problem.head_dim_v,
-            {problem.num_heads_q, problem.seq_len_q, problem.batch},
-            {problem.out_head_stride, problem.out_token_stride, problem.out_batch_stride},
-            kStoredRows, kStoredSlices);
+    if (Status status = encode_map(params.out_map, problem.dtype, problem.out, problem.head_dim_v,
+                                   {problem.num_heads_q, problem.seq_len_q, problem.batch}, strides,
+                                   kStoredRows, kStoredSlices);
         !status.ok()) {
       return status;
     }

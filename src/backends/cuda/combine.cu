@@ -156,7 +156,7 @@ struct WideResults {
   static __device__ std::int32_t column(std::int32_t place) { return place; }
 };
 
-// The same where all rows together are few: a block needs not leave room for others.
+// The same where all rows together are few: a block need not leave room for others.
 struct FewWideResults : WideResults {
   static constexpr int kBlocks = 2;
   static constexpr int kPartsInFlight = 8;

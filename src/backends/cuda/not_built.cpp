@@ -1,4 +1,5 @@
-// Stands in for the backend in a build without nvcc: the same calls, none of which computes.
+// Stands in for the backend in a build without a fitting nvcc: the same calls, none of which
+// computes.
 #include "backends/cuda/backend.hpp"
 
 namespace flashmla::cuda {
@@ -7,8 +8,7 @@ namespace {
 Status not_built() {
   return Status::unsupported(
       "the device is a CUDA GPU; this build of flashmla computes on the CPU only, since it was "
-      "built "
-      "without nvcc or with FLASHMLA_CUDA=OFF");
+      "built without a fitting nvcc or with FLASHMLA_CUDA=OFF");
 }
 
 }  // namespace
