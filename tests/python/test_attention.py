@@ -166,6 +166,34 @@ def test_scores_of_ten_thousand_in_any_order_do_not_overflow(dtype):
             assert out_error <= 1e-2, kernel.name
 
 
+@pytest.mark.parametrize("scale", [1e8, -2e8, 1e36])
+def test_of_enormous_scores_the_largest_takes_all(scale):
+    case = cases.Case("enormous", (40, 130), 64, 64, 40, scale=scale)
+    for kernel in KERNELS:
+        inputs = cases.make_inputs(case, kernel.dtype)
+        expected_out, expected_lse = inputs.expected()
+        for parts in (1, 3):
+            out, lse = attend(inputs, cases.plan_of(inputs, parts), kernel)
+            assert torch.allclose(out.double(), expected_out, rtol=2.0**-7), kernel.name
+            assert torch.allclose(lse.double(), expected_lse, rtol=2.0**-20), kernel.name
+
+
+@pytest.mark.parametrize("scale", [2.0**-149, 3 * 2.0**-149, 2.0**-130])
+def test_a_subnormal_scale_is_taken_as_it_is(scale):
+    case = cases.Case("subnormal", (70,), 64, 64, 3, scale=scale)
+    for kernel in KERNELS:
+        if kernel.dtype == torch.float16:
+            continue  # whose largest products such a scale takes to nothing
+        inputs = cases.make_inputs(case, kernel.dtype)
+        inputs.q *= 2.0**100
+        inputs.k_cache *= 1 / (scale * 2.0**100)
+        found = attend(inputs, cases.plan_of(inputs, 2), kernel)
+        out_error, lse_error = reference.errors(*found, *inputs.expected())
+        bound = reference.TOLERANCES[kernel.dtype]
+        assert out_error <= 2 * bound.out_relative, kernel.name
+        assert lse_error <= 2 * bound.lse_absolute, kernel.name
+
+
 def test_strided_arguments_and_results_change_no_bit(kernel):
     inputs = formula_inputs([97, 300, 0], 16, 2, causal=True)
     device = device_of(kernel)
