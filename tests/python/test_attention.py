@@ -194,6 +194,23 @@ def test_a_subnormal_scale_is_taken_as_it_is(scale):
         assert lse_error <= 2 * bound.lse_absolute, kernel.name
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_mean_of_the_largest_numbers_is_finite(dtype):
+    largest = torch.finfo(dtype).max
+    case = cases.Case("largest", (127, 2, 63, 300), 64, 64, 7, seq_len_q=2, causal=True)
+    inputs = cases.make_inputs(case, dtype)
+    inputs.k_cache = torch.where(inputs.k_cache.isnan(), math.nan, largest).to(dtype)
+    inputs.k_cache[..., 1::2] *= -1
+    signs = torch.ones(64).to(dtype)
+    signs[1::2] = -1
+    for kernel in KERNELS:
+        if kernel.dtype == dtype:
+            for parts in (1, 3, 5):
+                out, _ = attend(inputs, cases.plan_of(inputs, parts), kernel)
+                assert out.isfinite().all(), kernel.name
+                assert torch.allclose(out.float() / largest, signs.float()), kernel.name
+
+
 def test_strided_arguments_and_results_change_no_bit(kernel):
     inputs = formula_inputs([97, 300, 0], 16, 2, causal=True)
     device = device_of(kernel)
