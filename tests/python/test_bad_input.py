@@ -6,6 +6,7 @@ from __future__ import annotations
 import pytest
 import torch
 from inputs import formula_inputs, library_plan
+from torch.autograd import forward_ad
 
 import flashmla
 
@@ -243,6 +244,47 @@ def test_the_arguments_are_right_when_nothing_is_changed():
     given = arguments()
     flashmla.flash_mla_with_kvcache(**given)
     assert not (given["out"] == 5.0).all()
+
+
+# What torch itself uses for forward mode.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("preallocated", [True, False])
+@pytest.mark.parametrize("name", ["q", "k_cache"])
+def test_forward_mode_derivatives_are_refused_rather_than_lost(name, preallocated):
+    given = arguments()
+    kept = [given["out"], given["softmax_lse"]]
+    if not preallocated:
+        del given["out"], given["softmax_lse"]
+
+    def attend(value):
+        return flashmla.flash_mla_with_kvcache(**{**given, name: value})[0]
+
+    message = f"{name} has a tangent of forward-mode differentiation; flash_mla_with_kvcache"
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.jvp(attend, (given[name],), (torch.ones_like(given[name]),))
+    with forward_ad.dual_level():
+        with pytest.raises(RuntimeError, match=message):
+            attend(forward_ad.make_dual(given[name], torch.ones_like(given[name])))
+        assert all((tensor == 5.0).all() for tensor in kept)
+        attend(given[name].clone())  # has none
+
+
+@pytest.mark.parametrize("name", TENSORS[1:])
+def test_an_operator_refuses_a_tensor_on_another_device(name):
+    given = arguments()
+    given[name] = given[name].to("meta")
+    order = ("q", "k_cache", "head_dim_v", "cache_seqlens", "block_table", "softmax_scale")
+    order += ("causal", "tile_scheduler_metadata", "num_splits")
+    shared = [given[argument] for argument in order]
+    ops = torch.ops.flashmla
+    for call in (
+        lambda: ops.fwd_kvcache_mla(*shared),
+        lambda: ops.decode(*shared, None),
+        lambda: ops.decode_out(*shared, None, -1, given["out"], given["softmax_lse"]),
+    ):
+        with pytest.raises(RuntimeError, match=f"{name} is on meta"):
+            call()
+    assert (given["out"] == 5.0).all()
 
 
 def test_gradients_are_not_asked_for_under_no_grad():

@@ -216,3 +216,13 @@ def test_gradients_are_refused_rather_than_lost():
     with torch.no_grad():
         out, _ = flashmla.merge_attention_states(outs, lses)
     assert not out.requires_grad
+
+
+# What torch itself uses for forward mode.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_forward_mode_derivatives_are_refused_rather_than_lost():
+    outs, lses = random_parts(2, (1, 1, 2, 8), torch.float32)
+    with pytest.raises(RuntimeError, match="outs has a tangent of forward-mode differentiation"):
+        torch.func.jvp(
+            lambda given: flashmla.merge_attention_states(given, lses)[0], (outs,), (outs,)
+        )
