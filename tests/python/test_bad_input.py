@@ -316,10 +316,10 @@ def test_lengths_that_are_no_tensor_are_named(lengths):
         flashmla.get_mla_metadata(lengths, 16, 1)
 
 
-@pytest.mark.parametrize("index", [99, 2**40])
+@pytest.mark.parametrize("index", [99, 2**40, -2, -(2**40)])
 def test_a_kernel_that_is_not_there_is_named(index):
     given = arguments()
-    with pytest.raises(RuntimeError, match="index is"):
+    with pytest.raises(RuntimeError, match=f"kernel_index is {index}; it must be -1, for"):
         torch.ops.flashmla.decode(
             given["q"],
             given["k_cache"],
