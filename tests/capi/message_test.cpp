@@ -180,6 +180,9 @@ const BadDecode kBadDecodes[] = {
        a.block_table = int32_tensor(bad_table, {3, 5});
      },
      {"block_table[2, 1] is 99", "blocks 0 to"}},
+    {"k_cache_without_blocks",
+     [](auto& a) { a.k_cache.shape[0] = 0; },
+     {"block_table[0, 0] is", "k_cache has no blocks"}},
     {"block_table_negative_id",
      [](auto& a) {
        a.block_table = int32_tensor(negative_id_table, {3, 5});
