@@ -86,6 +86,9 @@ class Decode {
     return decode.overflown_;
   }
 
+  // Tokens are counted in int32, past the last block and the one after it too.
+  static_assert(kMaxRowTokens <=
+                std::numeric_limits<std::int32_t>::max() - 2 * Shape::kBlockTokens);
   static constexpr std::int32_t kBlockTiles = Shape::kBlockTokens / kTileRows;
   static constexpr std::int32_t kGroupTiles = Shape::kGroupTokens / kTileRows;
   static constexpr std::int32_t kBlockUnits = Shape::kBlockTokens / Shape::kUnitTokens;

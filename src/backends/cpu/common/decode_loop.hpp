@@ -118,6 +118,8 @@ class DecodeLoop {
   static constexpr double kWeightUnits = std::int64_t{1} << kWeightShift;
   static constexpr std::int32_t kElementBytes = sizeof(Element);
   static constexpr std::int32_t kLineBytes = 64;
+  // Tokens are counted in int32, past the last block too.
+  static_assert(kMaxRowTokens <= std::numeric_limits<std::int32_t>::max() - kBlockTokens);
   static_assert(kBlockTokens % kStageTokens == 0 && kStageTokens % kScoreTokens == 0);
 
   // The areas of a task's scratch, in floats from its start; each a multiple of 16 floats long.
