@@ -106,7 +106,8 @@ def flash_mla_with_kvcache(
         visible_lens: optional (batch, seq_len_q) int32, in place of `causal`: how many leading
             cached tokens each query sees. Non-decreasing along seq_len_q, at most the row's length.
         out: optional preallocated result, any strides but the last.
-        softmax_lse: optional preallocated result, any strides.
+        softmax_lse: optional preallocated result, any strides. Neither shares memory with another
+            tensor of the call.
 
         q, k_cache and block_table may be strided (the last dimension of q and k_cache contiguous).
 

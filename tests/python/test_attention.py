@@ -260,6 +260,19 @@ def test_preallocated_results_are_what_is_returned():
     assert same_bits(lse, expected[1])
 
 
+def test_results_may_lie_in_the_gaps_of_an_argument():
+    inputs = formula_inputs([97, 300, 0], 16, 2, causal=True)
+    plan = library_plan(inputs)
+    expected = attend(inputs, plan)
+    fused = torch.zeros(3, 2, 16, 576 + 512, dtype=torch.bfloat16)
+    fused[..., :576] = inputs.q
+    inputs.q, out = fused[..., :576], fused[..., 576:]
+    lse = torch.empty_like(expected[1])
+    attend_into(inputs, plan, "cpu", out, lse)
+    assert same_bits(out, expected[0])
+    assert same_bits(lse, expected[1])
+
+
 def misaligned(tensor: torch.Tensor) -> torch.Tensor:
     """A copy whose rows begin at odd elements: one further than any alignment."""
     spread = torch.full((*tensor.shape[:-1], tensor.shape[-1] + 1), math.nan, dtype=tensor.dtype)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from inputs import formula_inputs, library_plan
+from inputs import formula_inputs, library_plan, same_bits
 from torch.autograd import forward_ad
 
 import flashmla
@@ -230,6 +230,32 @@ def test_is_refused_with_the_same_message_when_one_result_is_given(kept, change,
     with pytest.raises(RuntimeError, match=message):
         flashmla.flash_mla_with_kvcache(**given)
     assert (given[kept] == 5.0).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda given: {"out": given["q"][..., 64:]}, "out shares memory with q"),
+        (
+            lambda given: {
+                "softmax_lse": given["out"].view(torch.float32).view(-1)[:16].view(2, 4, 2)
+            },
+            "out shares memory with softmax_lse",
+        ),
+        (
+            lambda given: {"out": given["k_cache"].view(-1)[:8192].view(2, 2, 4, 512)},
+            "out shares memory with k_cache",
+        ),
+    ],
+)
+def test_results_that_share_memory_are_named(change, message):
+    given = arguments()
+    given.update(change(given))
+    tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+    kept = [tensor.clone() for tensor in tensors]
+    with pytest.raises(RuntimeError, match=f"{message}; what is written must lie apart"):
+        flashmla.flash_mla_with_kvcache(**given)
+    assert all(map(same_bits, tensors, kept))
 
 
 @pytest.mark.parametrize("name", ["out", "softmax_lse"])
