@@ -45,6 +45,12 @@ def check_tensors(tensors: dict[str, torch.Tensor]) -> None:
     check_devices(tensors)
 
 
+def check_int64(name: str, given: object) -> None:
+    """An integer fits into what the operators take; of another type they speak themselves."""
+    if isinstance(given, int) and not -(2**63) <= given < 2**63:
+        raise RuntimeError(f"{name} is {given}; it must be an integer of 64 bits") from None
+
+
 def check_no_gradients(function: str, tensors: dict[str, torch.Tensor]) -> None:
     """None asks for gradients, nor for the derivatives of forward mode."""
     backward, forward = torch.is_grad_enabled(), forward_ad._current_level >= 0

@@ -10,6 +10,7 @@ from torch.autograd import forward_ad
 from flashmla import _library
 from flashmla._checks import (
     ATTENTION_TENSORS,
+    check_int64,
     check_no_gradients,
     check_tensors,
     require_tensor,
@@ -63,6 +64,8 @@ def get_mla_metadata(
     """
     _library.library()
     check_tensors({"cache_seqlens": cache_seqlens})
+    check_int64("num_heads_per_head_k", num_heads_per_head_k)
+    check_int64("num_heads_k", num_heads_k)
     return torch.ops.flashmla.get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k)
 
 
@@ -143,10 +146,10 @@ def flash_mla_with_kvcache(
             if forward_ad._current_level < 0 and not (q.requires_grad or k_cache.requires_grad):
                 return torch.ops.flashmla.fwd_kvcache_mla(*shared)
         except Exception:
-            _check_arguments(required, {})  # for an error that names the argument
+            _check_arguments(required, {}, head_dim_v)  # for an error that names the argument
             raise
     optional = {"visible_lens": visible_lens, "out": out, "softmax_lse": softmax_lse}
-    _check_arguments(required, optional)
+    _check_arguments(required, optional, head_dim_v)
     if out is None and softmax_lse is None:
         return torch.ops.flashmla.decode(*shared, visible_lens)
     out_shape, lse_shape = _result_shapes(q, head_dim_v)
@@ -187,11 +190,14 @@ def merge_attention_states(
 
 
 def _check_arguments(
-    required: tuple[torch.Tensor, ...], optional: dict[str, torch.Tensor | None]
+    required: tuple[torch.Tensor, ...],
+    optional: dict[str, torch.Tensor | None],
+    head_dim_v: int,
 ) -> None:
     tensors = dict(zip(ATTENTION_TENSORS, required, strict=True))
     tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
     check_tensors(tensors)
+    check_int64("head_dim_v", head_dim_v)
     check_no_gradients("flash_mla_with_kvcache", tensors)
 
 

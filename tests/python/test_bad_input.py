@@ -336,6 +336,21 @@ def test_bad_planning_calls(given, message):
         flashmla.get_mla_metadata(*given)
 
 
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1])
+def test_numbers_of_more_than_64_bits_are_named(value):
+    message = f"is {value}; it must be an integer of 64 bits"
+    for left_out in ((), ("out", "softmax_lse"), ("out",)):
+        given = arguments() | {"head_dim_v": value}
+        for name in left_out:
+            del given[name]
+        with pytest.raises(RuntimeError, match=f"head_dim_v {message}"):
+            flashmla.flash_mla_with_kvcache(**given)
+    with pytest.raises(RuntimeError, match=f"num_heads_per_head_k {message}"):
+        flashmla.get_mla_metadata(ints(1), value, 1)
+    with pytest.raises(RuntimeError, match=f"num_heads_k {message}"):
+        flashmla.get_mla_metadata(ints(1), 16, value)
+
+
 @pytest.mark.parametrize("lengths", [None, [1, 2]])
 def test_lengths_that_are_no_tensor_are_named(lengths):
     with pytest.raises(TypeError, match=r"cache_seqlens is .*; it must be a torch\.Tensor"):
