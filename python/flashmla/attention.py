@@ -203,11 +203,8 @@ def _check_arguments(
 
 def _result_shapes(q: torch.Tensor, head_dim_v: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of out and softmax_lse; (0,) where q or head_dim_v is wrong, which the operator names."""
-    try:
-        fits = q.dim() == 4 and 0 <= head_dim_v <= q.shape[3]
-    except TypeError:  # head_dim_v is no number
-        fits = False
-    if not fits:
+    is_integer = isinstance(head_dim_v, (int, torch.SymInt))
+    if not (is_integer and q.dim() == 4 and 0 <= head_dim_v <= q.shape[3]):
         return (0,), (0,)
     batch, seq_len_q, num_heads_q, _ = q.shape
     return (batch, seq_len_q, num_heads_q, head_dim_v), (batch, num_heads_q, seq_len_q)

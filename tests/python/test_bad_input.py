@@ -221,6 +221,7 @@ def test_a_sparse_tensor_is_named():
         ({"head_dim_v": -3}, r"\(576, -3\); it must be one of"),
         ({"head_dim_v": 2**40}, r"\(576, 1099511627776\); it must be one of"),
         ({"head_dim_v": None}, "argument 'head_dim_v'"),
+        ({"head_dim_v": 64.0}, "argument 'head_dim_v'"),
     ],
 )
 def test_is_refused_with_the_same_message_when_one_result_is_given(kept, change, message):
