@@ -617,8 +617,12 @@ class Decode {
     }
   }
 
-  // The bits of a NaN for each infinity and NaN, of a zero for finite numbers.
+  // The bits of a NaN for each NaN, infinity, and number that bf16 may round to infinity; of a zero
+  // for others.
   static __m512i excess_of(__m512 a, __m512 b) {
+    const __m512 margin = _mm512_set1_ps(1.0f + 0x1p-7f);
+    a = _mm512_mul_ps(a, margin);
+    b = _mm512_mul_ps(b, margin);
     return _mm512_or_si512(_mm512_castps_si512(_mm512_sub_ps(a, a)),
                            _mm512_castps_si512(_mm512_sub_ps(b, b)));
   }
