@@ -251,11 +251,16 @@ void decode_into(const DecodeArguments& given, const Tensor& out, const Tensor& 
   args.has_softmax_scale = given.softmax_scale.has_value();
   args.softmax_scale = given.softmax_scale.value_or(0.0);
   args.causal = given.causal;
-  if (given.kernel >= 0) {
+  if (given.kernel != -1) {
+    const int32_t kernels = flashmla_num_kernels();
+    if (given.kernel < 0 || given.kernel >= kernels) {
+      fail("kernel_index is " + std::to_string(given.kernel) +
+           "; it must be -1, for the library's choice, or between 0 and " +
+           std::to_string(kernels - 1));
+    }
     flashmla_kernel_info info{};
     info.struct_size = sizeof(info);
-    check(flashmla_kernel_at(static_cast<int32_t>(std::min<int64_t>(given.kernel, INT32_MAX)),
-                             &info));
+    check(flashmla_kernel_at(static_cast<int32_t>(given.kernel), &info));
     args.kernel = info.name;
   }
   args.allocate = Workspace::allocate;

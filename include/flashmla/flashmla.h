@@ -9,6 +9,7 @@
  *    are only ever added at the end, and a field left zero has its documented default.
  *  - Shapes and strides are counted in elements. A tensor argument that is optional is absent when
  *    it is all zero.
+ *  - What a call writes shares no memory with its other tensors; it may lie in their gaps.
  *  - Every call may be made from several threads at once.
  *  - Lengths, block ids and plans are checked on the CPU. On a GPU that would mean to wait for it:
  * a call does so when the environment variable FLASHMLA_CHECK is 1, and is else harmless, its

@@ -153,10 +153,10 @@ inline flashmla_tensor to_c(const TensorView& view) {
 // memory (docs/scheduling.md), that may be read, copied and changed.
 class Plan {
  public:
-  // num_parts rows and batch + 1 numbers of splits, all zero: for plans made by hand.
+  // num_parts rows and batch + 1 numbers of splits, all zero: for plans made by hand. Throws when
+  // one of the two is negative or batch is no int32.
   Plan(std::int32_t num_parts, std::int64_t batch)
-      : rows_(static_cast<std::size_t>(num_parts) * kFields),
-        num_splits_(static_cast<std::size_t>(batch) + 1) {}
+      : rows_(size("num_parts", num_parts) * kFields), num_splits_(size("batch", batch) + 1) {}
 
   std::int32_t num_parts() const { return static_cast<std::int32_t>(rows_.size() / kFields); }
   std::int64_t batch() const { return static_cast<std::int64_t>(num_splits_.size()) - 1; }
@@ -176,6 +176,13 @@ class Plan {
   TensorView num_splits_view() const { return view(num_splits_, {batch() + 1}); }
 
  private:
+  static std::size_t size(const char* name, std::int64_t value) {
+    if (value >= 0 && value <= INT32_MAX) return static_cast<std::size_t>(value);
+    throw Error(StatusCode::kInvalidArgument, std::string(name) + " of a plan is " +
+                                                  std::to_string(value) +
+                                                  "; it must be between 0 and 2147483647");
+  }
+
   static constexpr std::size_t kFields = 8;
   std::vector<std::int32_t> rows_;
   std::vector<std::int32_t> num_splits_;

@@ -123,6 +123,11 @@ def flash_mla_with_kvcache(
             softmax_scale,
             causal,
         )
+    if num_splits is not None:
+        raise RuntimeError(
+            "num_splits is given beside a FlashMLASchedMeta, which holds its own; leave it out, or "
+            "give the two tensors of get_mla_metadata(cache_seqlens, ...)"
+        )
     shape = _shape_of(q, k_cache)
     plan = meta.plan_for(shape, cache_seqlens)
     results = flashmla.flash_mla_with_kvcache(

@@ -5,6 +5,12 @@ from __future__ import annotations
 import torch
 
 from flashmla import _library
+from flashmla._checks import ATTENTION_TENSORS, check_devices
+
+
+def _check_devices(required: tuple, **optional) -> None:
+    tensors = dict(zip(ATTENTION_TENSORS, required, strict=True)) | optional
+    check_devices({name: tensor for name, tensor in tensors.items() if tensor is not None})
 
 
 def _decode(q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -25,6 +31,8 @@ def _fwd_kvcache_mla(
     tile_scheduler_metadata,
     num_splits,
 ):
+    required = (q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits)
+    _check_devices(required)
     return _decode(q, head_dim_v)
 
 
@@ -41,6 +49,8 @@ def _decode_with_additions(
     visible_lens,
     kernel_index=-1,
 ):
+    required = (q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits)
+    _check_devices(required, visible_lens=visible_lens)
     return _decode(q, head_dim_v)
 
 
@@ -59,7 +69,8 @@ def _decode_out(
     out,
     softmax_lse,
 ):
-    return None
+    required = (q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits)
+    _check_devices(required, visible_lens=visible_lens, out=out, softmax_lse=softmax_lse)
 
 
 def _get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k):
@@ -73,6 +84,7 @@ def _get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k):
 
 
 def _merge_attention_states(outs, lses):
+    check_devices({"outs": outs, "lses": lses})
     return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
 
 

@@ -5,17 +5,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
+from torch.autograd import forward_ad
 
 from flashmla import _library
-
-# The tensors that every attention call has, in the order of `required` below.
-_REQUIRED = (
-    "q",
-    "k_cache",
-    "block_table",
-    "cache_seqlens",
-    "tile_scheduler_metadata",
-    "num_splits",
+from flashmla._checks import (
+    ATTENTION_TENSORS,
+    check_int64,
+    check_no_gradients,
+    check_tensors,
+    require_tensor,
 )
 
 
@@ -65,7 +63,9 @@ def get_mla_metadata(
         RuntimeError: a wrong dtype, shape or value, or no support on the device.
     """
     _library.library()
-    _check_tensors({"cache_seqlens": cache_seqlens})
+    check_tensors({"cache_seqlens": cache_seqlens})
+    check_int64("num_heads_per_head_k", num_heads_per_head_k)
+    check_int64("num_heads_k", num_heads_k)
     return torch.ops.flashmla.get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k)
 
 
@@ -109,7 +109,8 @@ def flash_mla_with_kvcache(
         visible_lens: optional (batch, seq_len_q) int32, in place of `causal`: how many leading
             cached tokens each query sees. Non-decreasing along seq_len_q, at most the row's length.
         out: optional preallocated result, any strides but the last.
-        softmax_lse: optional preallocated result, any strides.
+        softmax_lse: optional preallocated result, any strides. Neither shares memory with another
+            tensor of the call.
 
         q, k_cache and block_table may be strided (the last dimension of q and k_cache contiguous).
 
@@ -123,18 +124,11 @@ def flash_mla_with_kvcache(
         RuntimeError: a wrong shape, dtype, device, stride or value; the message names the argument,
             what it was and what is accepted, and nothing is written. On a GPU values are checked
             only with `FLASHMLA_CHECK=1` in the environment, which waits for the GPU at each call;
-            without it a wrong one is harmless and its result unspecified. Also where gradients
-            are asked for: this is inference only.
+            without it a wrong one is harmless and its result unspecified. Also where gradients,
+            or derivatives of forward mode, are asked for: this is inference only.
     """
     _library.library()
     required = (q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits)
-    has_optional = visible_lens is not None or out is not None or softmax_lse is not None
-    if has_optional or not _are_plain(required):
-        optional = {"visible_lens": visible_lens, "out": out, "softmax_lse": softmax_lse}
-        tensors = dict(zip(_REQUIRED, required, strict=True))
-        tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
-        _check_tensors(tensors)
-        _check_no_gradients("flash_mla_with_kvcache", tensors)
     shared = (
         q,
         k_cache,
@@ -146,9 +140,17 @@ def flash_mla_with_kvcache(
         tile_scheduler_metadata,
         num_splits,
     )
+    if visible_lens is None and out is None and softmax_lse is None:
+        # The operator refuses all that the checks below do, derivatives apart.
+        try:
+            if forward_ad._current_level < 0 and not (q.requires_grad or k_cache.requires_grad):
+                return torch.ops.flashmla.fwd_kvcache_mla(*shared)
+        except Exception:
+            _check_arguments(required, {}, head_dim_v)  # for an error that names the argument
+            raise
+    optional = {"visible_lens": visible_lens, "out": out, "softmax_lse": softmax_lse}
+    _check_arguments(required, optional, head_dim_v)
     if out is None and softmax_lse is None:
-        if visible_lens is None:
-            return torch.ops.flashmla.fwd_kvcache_mla(*shared)
         return torch.ops.flashmla.decode(*shared, visible_lens)
     out_shape, lse_shape = _result_shapes(q, head_dim_v)
     if out is None:
@@ -182,66 +184,27 @@ def merge_attention_states(
     """
     _library.library()
     stacked = {"outs": _stack("outs", outs), "lses": _stack("lses", lses)}
-    _check_tensors(stacked)
-    _check_no_gradients("merge_attention_states", stacked)
+    check_tensors(stacked)
+    check_no_gradients("merge_attention_states", stacked)
     return torch.ops.flashmla.merge_attention_states(stacked["outs"], stacked["lses"])
 
 
-def _require_tensor(name: str, given: object, wanted: str = "a torch.Tensor") -> None:
-    if not isinstance(given, torch.Tensor):
-        what = "None" if given is None else f"of type {type(given).__name__}"
-        raise TypeError(f"{name} is {what}; it must be {wanted}")
-
-
-def _are_plain(tensors: tuple[torch.Tensor, ...]) -> bool:
-    """Whether the checks below have nothing to say, at a third of their cost."""
-    device = None
-    for tensor in tensors:
-        if not isinstance(tensor, torch.Tensor) or tensor.layout is not torch.strided:
-            return False
-        if device is None:
-            device = tensor.device
-        # `==`, since Python tries a device's `!=` both ways round.
-        if tensor.device == device and not tensor.requires_grad:
-            continue
-        return False
-    return True
-
-
-def _check_tensors(tensors: dict[str, torch.Tensor]) -> None:
-    """All are tensors, dense ones, on the device of the first."""
-    device = None
-    for name, tensor in tensors.items():
-        _require_tensor(name, tensor)
-        if tensor.layout != torch.strided:
-            raise RuntimeError(f"{name} has layout {tensor.layout}; it must be torch.strided")
-        if device is None:
-            device = tensor.device
-        elif tensor.device != device:
-            raise RuntimeError(
-                f"{name} is on {tensor.device}; all tensors must be on one device, that of the "
-                f"first, {device}"
-            )
-
-
-def _check_no_gradients(function: str, tensors: dict[str, torch.Tensor]) -> None:
-    if not torch.is_grad_enabled():
-        return
-    for name, tensor in tensors.items():
-        if tensor.requires_grad:
-            raise RuntimeError(
-                f"{name} requires gradients; {function} computes none: call it under "
-                "torch.no_grad() or detach its inputs"
-            )
+def _check_arguments(
+    required: tuple[torch.Tensor, ...],
+    optional: dict[str, torch.Tensor | None],
+    head_dim_v: int,
+) -> None:
+    tensors = dict(zip(ATTENTION_TENSORS, required, strict=True))
+    tensors |= {name: tensor for name, tensor in optional.items() if tensor is not None}
+    check_tensors(tensors)
+    check_int64("head_dim_v", head_dim_v)
+    check_no_gradients("flash_mla_with_kvcache", tensors)
 
 
 def _result_shapes(q: torch.Tensor, head_dim_v: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of out and softmax_lse; (0,) where q or head_dim_v is wrong, which the operator names."""
-    try:
-        fits = q.dim() == 4 and 0 <= head_dim_v <= q.shape[3]
-    except TypeError:  # head_dim_v is no number
-        fits = False
-    if not fits:
+    is_integer = isinstance(head_dim_v, (int, torch.SymInt))
+    if not (is_integer and q.dim() == 4 and 0 <= head_dim_v <= q.shape[3]):
         return (0,), (0,)
     batch, seq_len_q, num_heads_q, _ = q.shape
     return (batch, seq_len_q, num_heads_q, head_dim_v), (batch, num_heads_q, seq_len_q)
@@ -252,11 +215,11 @@ def _stack(name: str, given: torch.Tensor | Sequence[torch.Tensor]) -> torch.Ten
     if isinstance(given, torch.Tensor):
         return given
     if not isinstance(given, Sequence) or isinstance(given, str):
-        _require_tensor(name, given, "a torch.Tensor or a sequence of them")
+        require_tensor(name, given, "a torch.Tensor or a sequence of them")
     if len(given) == 0:
         raise RuntimeError(f"{name} is an empty sequence; at least one part is needed")
     for index, part in enumerate(given):
-        _require_tensor(f"{name}[{index}]", part)
+        require_tensor(f"{name}[{index}]", part)
         if (part.shape, part.dtype, part.device) != (
             given[0].shape,
             given[0].dtype,

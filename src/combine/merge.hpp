@@ -7,9 +7,11 @@
 // are empty, out is 0 and lse +inf. A single part that is not empty passes through bit for bit.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 #include <limits>
+#include <type_traits>
 
 #include "kv/scalar.hpp"
 
@@ -58,17 +60,38 @@ float merge_row(std::int64_t num_parts, const LseOf& lse_of, const OutOf& out_of
   const MergeScale scale = merge_scale(num_parts, lse_of);
   constexpr std::int32_t kChunk = 512;  // columns summed at once, on the stack
   float sums[kChunk];
+  // Rounding must not carry the mean of the largest floats past them; 16-bit elements round such a
+  // mean to their own largest number.
+  constexpr bool kKeepsRange = std::is_same_v<Out, float>;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
+  [[maybe_unused]] float least[kChunk], largest[kChunk];
   for (std::int32_t begin = 0; begin < columns; begin += kChunk) {
     const std::int32_t count = columns - begin < kChunk ? columns - begin : kChunk;
     // -0 is the identity of addition: 0 would turn a lone part's -0 into 0.
     const float start = scale.sum == 0.0f ? 0.0f : -0.0f;
     for (std::int32_t c = 0; c < count; ++c) sums[c] = start;
+    if constexpr (kKeepsRange) {
+      std::fill_n(least, count, kInfinity);
+      std::fill_n(largest, count, -kInfinity);
+    }
     for (std::int64_t i = 0; i < num_parts; ++i) {
       const float lse = lse_of(i);
       if (is_empty_part(lse)) continue;
       const float weight = scale.weight(lse);
       const In* part = out_of(i) + begin;
-      for (std::int32_t c = 0; c < count; ++c) sums[c] += weight * to_float(part[c]);
+      for (std::int32_t c = 0; c < count; ++c) {
+        const float value = to_float(part[c]);
+        sums[c] += weight * value;
+        if constexpr (kKeepsRange) {
+          least[c] = std::min(least[c], value);
+          largest[c] = std::max(largest[c], value);
+        }
+      }
+    }
+    if constexpr (kKeepsRange) {
+      for (std::int32_t c = 0; c < count && scale.sum != 0.0f; ++c) {
+        sums[c] = std::max(std::min(sums[c], largest[c]), least[c]);
+      }
     }
     for (std::int32_t c = 0; c < count; ++c) out[begin + c] = from_float<Out>(sums[c]);
   }

@@ -26,6 +26,53 @@ bool is_empty(const TensorView& tensor) {
                      [](std::int64_t size) { return size == 0; });
 }
 
+// Memory from the first byte to one past the last.
+struct Range {
+  std::uintptr_t begin = 0;
+  std::uintptr_t end = 0;
+
+  bool meets(const Range& other) const { return begin < other.end && other.begin < end; }
+};
+
+// The bytes that a tensor spans, without the dimensions whose steps are multiples of `modulus`.
+std::uintptr_t span_of(const TensorView& tensor, std::int64_t modulus) {
+  std::int64_t span = 1;
+  for (std::int32_t i = 0; i < tensor.rank; ++i) {
+    if (tensor.shape[i] == 1) continue;
+    if (modulus != 0 && tensor.strides[i] * element_size(tensor.dtype) % modulus == 0) continue;
+    span += (tensor.shape[i] - 1) * tensor.strides[i];
+  }
+  return static_cast<std::uintptr_t>(span * element_size(tensor.dtype));
+}
+
+// Nothing for a tensor that is empty or missing.
+Range range_of(const TensorView& tensor) {
+  if (tensor.rank == 0 || is_empty(tensor)) return {};
+  const auto begin = reinterpret_cast<std::uintptr_t>(tensor.data);
+  return {begin, begin + span_of(tensor, 0)};
+}
+
+// Whether two tensors use different bytes of every `modulus`: each stays within as many of them as
+// it spans without the steps that are multiples.
+bool are_apart_modulo(const TensorView& a, const TensorView& b, std::int64_t modulus) {
+  const auto period = static_cast<std::uintptr_t>(modulus);
+  const std::uintptr_t a_begin = reinterpret_cast<std::uintptr_t>(a.data) % period;
+  const std::uintptr_t b_begin = reinterpret_cast<std::uintptr_t>(b.data) % period;
+  const std::uintptr_t distance = (b_begin + period - a_begin) % period;
+  return span_of(a, modulus) <= distance && span_of(b, modulus) <= period - distance;
+}
+
+// Whether some stride of either tells the two apart, though their ranges meet.
+bool lie_in_gaps(const TensorView& a, const TensorView& b) {
+  for (const TensorView* tensor : {&a, &b}) {
+    for (std::int32_t i = 0; i < tensor->rank; ++i) {
+      const std::int64_t stride = tensor->strides[i] * element_size(tensor->dtype);
+      if (tensor->shape[i] > 1 && stride > 0 && are_apart_modulo(a, b, stride)) return true;
+    }
+  }
+  return false;
+}
+
 }  // namespace
 
 std::string describe_shape(const TensorView& tensor) {
@@ -167,6 +214,27 @@ Status check_no_overlap(const Argument& argument) {
                                       "; it is written, so its elements must not share memory");
     }
     span += (tensor.shape[next] - 1) * tensor.strides[next];
+  }
+  return {};
+}
+
+Status check_apart(std::initializer_list<Argument> written, std::initializer_list<Argument> read) {
+  const auto refuse = [](const Argument& a, const Argument& b) {
+    return Status::invalid_argument(std::string(a.name) + " shares memory with " + b.name +
+                                    "; what is written must lie apart from all else of the call");
+  };
+  for (auto a = written.begin(); a != written.end(); ++a) {
+    const Range range = range_of(a->tensor);
+    for (auto b = a + 1; b != written.end(); ++b) {
+      if (range.meets(range_of(b->tensor)) && !lie_in_gaps(a->tensor, b->tensor)) {
+        return refuse(*a, *b);
+      }
+    }
+    for (const Argument& b : read) {
+      if (range.meets(range_of(b.tensor)) && !lie_in_gaps(a->tensor, b.tensor)) {
+        return refuse(*a, b);
+      }
+    }
   }
   return {};
 }

@@ -41,6 +41,11 @@ Status check_contiguous(const Argument& argument);
 // No two elements of a tensor that is written share memory.
 Status check_no_overlap(const Argument& argument);
 
+// No tensor that is written shares memory with another of the call: not with `read`, of which some
+// may be missing, and not with each other. Tensors that lie in one another's gaps, as slices of a
+// larger one do, are apart.
+Status check_apart(std::initializer_list<Argument> written, std::initializer_list<Argument> read);
+
 // Sizes that the kernels keep in int32.
 Status check_int32(const char* name, std::int64_t value, std::int64_t least);
 

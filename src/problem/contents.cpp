@@ -50,10 +50,12 @@ Status check_block_ids(const Problem& problem) {
     for (std::int32_t index = 0; index < pages; ++index) {
       const std::int32_t id = problem.page(row, index);
       if (id < 0 || id >= problem.num_blocks) {
-        return Status::invalid_argument("block_table[" + std::to_string(row) + ", " +
-                                        std::to_string(index) + "] is " + std::to_string(id) +
-                                        "; k_cache has blocks 0 to " +
-                                        std::to_string(problem.num_blocks - 1));
+        return Status::invalid_argument(
+            "block_table[" + std::to_string(row) + ", " + std::to_string(index) + "] is " +
+            std::to_string(id) +
+            (problem.num_blocks == 0
+                 ? "; k_cache has no blocks"
+                 : "; k_cache has blocks 0 to " + std::to_string(problem.num_blocks - 1)));
       }
     }
   }

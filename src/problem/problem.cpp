@@ -18,6 +18,7 @@ namespace flashmla {
 namespace {
 
 using problem::Argument;
+using problem::check_apart;
 using problem::check_contiguous;
 using problem::check_dtype;
 using problem::check_int32;
@@ -158,6 +159,8 @@ Result<Problem> validate(const DecodeRequest& request) {
   FLASHMLA_RETURN_IF_ERROR(
       check_shape(lse, {batch, num_heads_q, seq_len_q}, "(batch, num_heads_q, seq_len_q)"));
   FLASHMLA_RETURN_IF_ERROR(check_no_overlap(lse));
+  FLASHMLA_RETURN_IF_ERROR(check_apart(
+      {out, lse}, {q, k_cache, block_table, cache_seqlens, visible_lens, plan_rows, num_splits}));
   if (request.has_softmax_scale && !std::isfinite(static_cast<float>(request.softmax_scale))) {
     std::array<char, 32> text;
     char* const end =
@@ -241,6 +244,7 @@ Result<PlanProblem> validate(const PlanRequest& request) {
   FLASHMLA_RETURN_IF_ERROR(check_tensor(num_splits, 1, "(batch + 1)"));
   FLASHMLA_RETURN_IF_ERROR(check_shape(num_splits, {batch + 1}, "(batch + 1)"));
   FLASHMLA_RETURN_IF_ERROR(check_contiguous(num_splits));
+  FLASHMLA_RETURN_IF_ERROR(check_apart({plan_rows, num_splits}, {cache_seqlens}));
 
   PlanProblem problem;
   problem.device = request.device;
@@ -287,6 +291,7 @@ Result<MergeProblem> validate(const MergeRequest& request) {
   FLASHMLA_RETURN_IF_ERROR(
       check_shape(lse, {shape[1], shape[3], shape[2]}, "(batch, num_heads_q, seq_len_q of outs)"));
   FLASHMLA_RETURN_IF_ERROR(check_no_overlap(lse));
+  FLASHMLA_RETURN_IF_ERROR(check_apart({out, lse}, {outs, lses}));
 
   MergeProblem problem;
   problem.device = request.device;

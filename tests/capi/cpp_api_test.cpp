@@ -6,6 +6,7 @@
 #include <array>
 #include <cmath>
 #include <string>
+#include <tuple>
 #include <vector>
 
 #include "support/decode_case.hpp"
@@ -125,6 +126,16 @@ TEST(CppApi, PlanByHandAndItsFields) {
   Workspace workspace;
   decode(call.arguments(), workspace);
   expect_result(call);
+}
+
+TEST(CppApi, PlanOfAnImpossibleSize) {
+  for (const auto& [num_parts, batch, name] :
+       {std::tuple(-1, std::int64_t{2}, "num_parts"), std::tuple(2, std::int64_t{-1}, "batch"),
+        std::tuple(2, std::int64_t{1} << 31, "batch")}) {
+    const Error error = error_of([&] { Plan(num_parts, batch); });
+    EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
+    EXPECT_EQ(std::string(error.what()).find(name), 0u) << error.what();
+  }
 }
 
 TEST(CppApi, ThrowsTheStatusAndTheMessage) {

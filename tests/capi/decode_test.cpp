@@ -440,15 +440,41 @@ TEST_P(Decode, LargestInputsGiveFiniteResults) {
 
 // All of one sign, so that the sums of weighted values are the largest that there are.
 TEST_P(Decode, MeanOfTheLargestValues) {
-  const double largest = GetParam().dtype == DType::kFloat16 ? 6e4 : 3e38;
-  DecodeShape shape = shape_of({1000});
-  shape.num_heads_q = 3;
-  DecodeCase call(shape, zero_q, [&](std::int64_t, std::int64_t j, std::int64_t, std::int64_t c) {
-    return (c % 2 == 0 ? largest : -largest) * (j % 4 == 0 ? 0.75 : 1.0);
-  });
-  for (const std::int32_t parts : {1, 4}) {
-    call.plan(parts);
-    run_and_compare(call);
+  const double largest = GetParam().dtype == DType::kFloat16   ? 65504.0
+                         : GetParam().dtype == DType::kFloat32 ? 0x1.fffffep127
+                                                               : 0x1.fep127;
+  for (const double others : {0.75, 1.0}) {
+    DecodeShape shape = shape_of({1000, 63, 3});
+    shape.num_heads_q = 3;
+    DecodeCase call(shape, zero_q, [&](std::int64_t, std::int64_t j, std::int64_t, std::int64_t c) {
+      return (c % 2 == 0 ? largest : -largest) * (j % 4 == 0 ? others : 1.0);
+    });
+    for (const std::int32_t parts : {1, 4, 7}) {
+      call.plan(parts);
+      run_and_compare(call);
+    }
+  }
+}
+
+// Scores so far apart that only one counts, and so large that float32 holds them to hundreds.
+TEST_P(Decode, OfEnormousScoresTheLargestTakesAll) {
+  for (const double scale : {1e8, -2e8, 1e36}) {
+    SCOPED_TRACE(scale);
+    DecodeShape shape = shape_of({40, 130});
+    shape.num_heads_q = 40;
+    shape.head_dim = shape.head_dim_v = 64;
+    shape.softmax_scale = scale;
+    DecodeCase call(shape, random_values(21), random_values(22));
+    for (const std::int32_t parts : {1, 3}) {
+      call.plan(parts);
+      ASSERT_NO_FATAL_FAILURE(run(call));
+      const Expected expected = evaluate(call);
+      EXPECT_TRUE(out_close(call.out, expected.out, tolerance_of(shape.dtype)));
+      const std::vector<double> lse = call.lse.values();
+      for (std::size_t i = 0; i < lse.size(); ++i) {
+        EXPECT_NEAR(lse[i], expected.lse[i], std::fabs(expected.lse[i]) * 0x1p-20);
+      }
+    }
   }
 }
 

@@ -180,6 +180,9 @@ const BadDecode kBadDecodes[] = {
        a.block_table = int32_tensor(bad_table, {3, 5});
      },
      {"block_table[2, 1] is 99", "blocks 0 to"}},
+    {"k_cache_without_blocks",
+     [](auto& a) { a.k_cache.shape[0] = 0; },
+     {"block_table[0, 0] is", "k_cache has no blocks"}},
     {"block_table_negative_id",
      [](auto& a) {
        a.block_table = int32_tensor(negative_id_table, {3, 5});
@@ -314,6 +317,24 @@ const BadDecode kBadDecodes[] = {
     {"softmax_lse_overlap",
      [](auto& a) { a.softmax_lse.strides[1] = 1; },
      {"softmax_lse has", "must not share memory"}},
+    {"out_is_q",
+     [](auto& a) {
+       a.out.data = a.q.data;
+       a.out.size_bytes = 0;
+     },
+     {"out shares memory with q", "must lie apart"}},
+    {"softmax_lse_in_k_cache",
+     [](auto& a) {
+       a.softmax_lse.data = static_cast<char*>(a.k_cache.data) + 64;
+       a.softmax_lse.size_bytes = 0;
+     },
+     {"softmax_lse shares memory with k_cache"}},
+    {"softmax_lse_in_out",
+     [](auto& a) {
+       a.softmax_lse.data = a.out.data;
+       a.softmax_lse.size_bytes = 0;
+     },
+     {"out shares memory with softmax_lse"}},
     {"softmax_scale_nan",
      [](auto& a) {
        a.has_softmax_scale = 1;
@@ -596,6 +617,12 @@ const BadPlanCall kBadPlanCalls[] = {
        a.num_splits.size_bytes = 0;
      },
      {"num_splits has strides (2)", "contiguous"}},
+    {"num_splits_in_cache_seqlens",
+     [](auto& a) {
+       a.num_splits.data = a.cache_seqlens.data;
+       a.num_splits.size_bytes = 0;
+     },
+     {"num_splits shares memory with cache_seqlens", "must lie apart"}},
     {"struct_size", [](auto& a) { a.struct_size = 0; }, {"args.struct_size is 0"}},
 };
 INSTANTIATE_TEST_SUITE_P(Checks, PlanCallMessage, ::testing::ValuesIn(kBadPlanCalls), kBadName);
@@ -686,6 +713,18 @@ const BadMerge kBadMerges[] = {
     {"lse_dtype", [](auto& a) { a.lse.dtype = 2; }, {"lse has dtype float16", "float32"}},
     {"lse_shape", [](auto& a) { a.lse.shape[1] = 4; }, {"lse has shape (3, 4, 4)", "= (3, 5, 4)"}},
     {"lse_overlap", [](auto& a) { a.lse.strides[2] = 0; }, {"lse has", "must not share memory"}},
+    {"out_in_outs",
+     [](auto& a) {
+       a.out.data = a.outs.data;
+       a.out.size_bytes = 0;
+     },
+     {"out shares memory with outs", "must lie apart"}},
+    {"lse_in_lses",
+     [](auto& a) {
+       a.lse.data = a.lses.data;
+       a.lse.size_bytes = 0;
+     },
+     {"lse shares memory with lses"}},
     {"struct_size", [](auto& a) { a.struct_size = 1; }, {"args.struct_size is 1"}},
 };
 INSTANTIATE_TEST_SUITE_P(Checks, MergeMessage, ::testing::ValuesIn(kBadMerges), kBadName);

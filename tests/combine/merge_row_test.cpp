@@ -57,6 +57,22 @@ TEST(MergeRow, ALonePartsNegativeZeroIsKept) {
   EXPECT_TRUE(std::signbit(merge({-0.0f, HUGE_VALF}, {{1.0f}, {1.0f}}, out)));
 }
 
+TEST(MergeRow, RoundingDoesNotLeaveTheRangeOfTheParts) {
+  constexpr float kLargest = 0x1.fffffep127f;
+  for (int parts = 2; parts < 40; ++parts) {
+    std::vector<float> lses;
+    for (int i = 0; i < parts; ++i) lses.push_back(0.37f * static_cast<float>(i % 5));
+    std::vector<float> out(2);
+    merge(lses, std::vector(lses.size(), std::vector{kLargest, -kLargest}), out);
+    EXPECT_EQ(out[0], kLargest);
+    EXPECT_EQ(out[1], -kLargest);
+  }
+  std::vector<float> out(2);
+  merge({0.0f, 0.0f}, {{HUGE_VALF, 1.0f}, {2.0f, NAN}}, out);
+  EXPECT_EQ(out[0], HUGE_VALF);
+  EXPECT_TRUE(std::isnan(out[1]));
+}
+
 TEST(MergeRow, NothingAtAll) {
   std::vector<float> out(2, 7.0f);
   EXPECT_EQ(merge({HUGE_VALF, -HUGE_VALF}, {{NAN, NAN}, {NAN, NAN}}, out), HUGE_VALF);

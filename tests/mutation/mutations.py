@@ -48,6 +48,18 @@ MUTATIONS = [
         r"^Check\.|Message\.",
     ),
     Mutation(
+        "problem/check.cpp",
+        "return begin < other.end && other.begin < end;",
+        "return begin < other.end && other.begin + 4 < end;",
+        r"^Check\.",
+    ),
+    Mutation(
+        "problem/check.cpp",
+        "return span_of(a, modulus) <= distance && span_of(b, modulus) <= period - distance;",
+        "return span_of(a, modulus) <= distance;",
+        r"^Check\.",
+    ),
+    Mutation(
         "problem/contents.cpp",
         "if (visible < previous || visible > length) {",
         "if (visible < 0 || visible > length) {",
@@ -226,6 +238,12 @@ MUTATIONS = [
         "if (sum == 0.0f) return std::numeric_limits<float>::infinity();",
         "if (sum == 0.0f) return -std::numeric_limits<float>::infinity();",
         r"^MergeRow\.|/Merge\.",
+    ),
+    Mutation(
+        "combine/merge.hpp",
+        "sums[c] = std::max(std::min(sums[c], largest[c]), least[c]);",
+        "sums[c] = std::max(sums[c], least[c]);",
+        r"^MergeRow\.",
     ),
     Mutation(
         "combine/merge.hpp",

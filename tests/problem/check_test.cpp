@@ -36,6 +36,42 @@ TEST(Check, Overlap) {
   EXPECT_TRUE(overlaps(view({2, 3, 4}, {11, 4, 1})));
 }
 
+// Whether two tensors of one memory, the second `offset` elements behind, share some of it.
+bool share(TensorView a, TensorView b, std::int64_t offset) {
+  static float memory[1000];
+  a.data = memory;
+  b.data = memory + offset;
+  const bool found = !problem::check_apart({{"a", a}}, {{"b", b}}).ok();
+  EXPECT_EQ(found, !problem::check_apart({{"b", b}}, {{"a", a}}).ok());
+  EXPECT_EQ(found, !problem::check_apart({{"a", a}, {"b", b}}, {}).ok());
+  return found;
+}
+
+TEST(Check, TensorsThatShareMemory) {
+  const TensorView dense = view({3, 4, 5}, {20, 5, 1});
+  EXPECT_TRUE(share(dense, dense, 0));
+  EXPECT_TRUE(share(dense, dense, 1));
+  EXPECT_TRUE(share(dense, dense, 59));
+  EXPECT_FALSE(share(dense, dense, 60));
+  EXPECT_FALSE(share(dense, view({2, 0, 4}, {8, 4, 1}), 3));  // no elements
+  EXPECT_FALSE(share(dense, TensorView{}, 3));                // missing
+  // Columns of one array: 0 to 4, and from 5 on.
+  const TensorView columns = view({3, 4, 5}, {80, 20, 1});
+  EXPECT_FALSE(share(columns, columns, 5));
+  EXPECT_FALSE(share(columns, columns, 15));
+  EXPECT_TRUE(share(columns, columns, 4));
+  EXPECT_TRUE(share(columns, columns, 16));
+  EXPECT_FALSE(share(columns, view({3, 4, 15}, {80, 20, 1}), 5));
+  EXPECT_TRUE(share(columns, view({3, 4, 16}, {80, 20, 1}), 5));
+  // Layers of one array, of other shapes each.
+  const TensorView layer = view({3, 4, 5}, {60, 5, 1});
+  EXPECT_FALSE(share(layer, layer, 20));
+  EXPECT_FALSE(share(layer, view({3, 8, 5}, {60, 5, 1}), 20));
+  EXPECT_TRUE(share(layer, view({3, 9, 5}, {60, 5, 1}), 20));
+  // The stride of a single element says nothing, however large.
+  EXPECT_TRUE(share(dense, view({1, 4, 5}, {INT64_MAX, 5, 1}), 20));
+}
+
 TEST(Check, ExtentIsExact) {
   TensorView tensor = view({2, 3}, {10, 1});
   tensor.size_bytes = 13 * 4;

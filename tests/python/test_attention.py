@@ -166,6 +166,56 @@ def test_scores_of_ten_thousand_in_any_order_do_not_overflow(dtype):
             assert out_error <= 1e-2, kernel.name
 
 
+@pytest.mark.parametrize("scale", [1e8, -2e8, 1e36])
+def test_of_enormous_scores_the_largest_takes_all(scale):
+    case = cases.Case("enormous", (40, 130), 64, 64, 40, scale=scale)
+    for kernel in KERNELS:
+        inputs = cases.make_inputs(case, kernel.dtype)
+        expected_out, expected_lse = inputs.expected()
+        for parts in (1, 3):
+            out, lse = attend(inputs, cases.plan_of(inputs, parts), kernel)
+            assert torch.allclose(out.double(), expected_out, rtol=2.0**-7), kernel.name
+            assert torch.allclose(lse.double(), expected_lse, rtol=2.0**-20), kernel.name
+
+
+@pytest.mark.parametrize("scale", [2.0**-149, 3 * 2.0**-149, 2.0**-130])
+def test_a_subnormal_scale_is_taken_as_it_is(scale):
+    case = cases.Case("subnormal", (70,), 64, 64, 3, scale=scale)
+    for kernel in KERNELS:
+        if kernel.dtype == torch.float16:
+            continue  # whose largest products such a scale takes to nothing
+        inputs = cases.make_inputs(case, kernel.dtype)
+        inputs.q *= 2.0**100
+        inputs.k_cache *= 1 / (scale * 2.0**100)
+        found = attend(inputs, cases.plan_of(inputs, 2), kernel)
+        out_error, lse_error = reference.errors(*found, *inputs.expected())
+        bound = reference.TOLERANCES[kernel.dtype]
+        assert out_error <= 2 * bound.out_relative, kernel.name
+        assert lse_error <= 2 * bound.lse_absolute, kernel.name
+
+
+# With a scale of 1e7 one token has all of the weight, which a kernel may have rounded.
+@pytest.mark.parametrize("scale", [None, 1e7])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_mean_of_the_largest_numbers_is_finite(dtype, scale):
+    largest = torch.finfo(dtype).max
+    lens = (127, 2, 63, 300)
+    case = cases.Case("largest", lens, 96, 64, 40, seq_len_q=2, causal=True, scale=scale)
+    inputs = cases.make_inputs(case, dtype)
+    # The weights come from the components that are no value's.
+    inputs.q[..., :64] = 0
+    signs = torch.ones(64).to(dtype)
+    signs[1::2] = -1
+    values = inputs.k_cache[..., :64]
+    values[...] = torch.where(values.isnan(), math.nan, largest * signs)
+    for kernel in KERNELS:
+        if kernel.dtype == dtype:
+            for parts in (1, 3, 5):
+                out, _ = attend(inputs, cases.plan_of(inputs, parts), kernel)
+                assert out.isfinite().all(), kernel.name
+                assert torch.allclose(out.float() / largest, signs.float()), kernel.name
+
+
 def test_strided_arguments_and_results_change_no_bit(kernel):
     inputs = formula_inputs([97, 300, 0], 16, 2, causal=True)
     device = device_of(kernel)
@@ -211,6 +261,19 @@ def test_preallocated_results_are_what_is_returned():
     )
     assert returned[0] is out
     assert returned[1] is lse
+    assert same_bits(out, expected[0])
+    assert same_bits(lse, expected[1])
+
+
+def test_results_may_lie_in_the_gaps_of_an_argument():
+    inputs = formula_inputs([97, 300, 0], 16, 2, causal=True)
+    plan = library_plan(inputs)
+    expected = attend(inputs, plan)
+    fused = torch.zeros(3, 2, 16, 576 + 512, dtype=torch.bfloat16)
+    fused[..., :576] = inputs.q
+    inputs.q, out = fused[..., :576], fused[..., 576:]
+    lse = torch.empty_like(expected[1])
+    attend_into(inputs, plan, "cpu", out, lse)
     assert same_bits(out, expected[0])
     assert same_bits(lse, expected[1])
 

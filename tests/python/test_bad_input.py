@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import pytest
 import torch
-from inputs import formula_inputs, library_plan
+from inputs import formula_inputs, library_plan, same_bits
+from torch.autograd import forward_ad
 
 import flashmla
 
@@ -220,6 +221,7 @@ def test_a_sparse_tensor_is_named():
         ({"head_dim_v": -3}, r"\(576, -3\); it must be one of"),
         ({"head_dim_v": 2**40}, r"\(576, 1099511627776\); it must be one of"),
         ({"head_dim_v": None}, "argument 'head_dim_v'"),
+        ({"head_dim_v": 64.0}, "argument 'head_dim_v'"),
     ],
 )
 def test_is_refused_with_the_same_message_when_one_result_is_given(kept, change, message):
@@ -229,6 +231,32 @@ def test_is_refused_with_the_same_message_when_one_result_is_given(kept, change,
     with pytest.raises(RuntimeError, match=message):
         flashmla.flash_mla_with_kvcache(**given)
     assert (given[kept] == 5.0).all()
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda given: {"out": given["q"][..., 64:]}, "out shares memory with q"),
+        (
+            lambda given: {
+                "softmax_lse": given["out"].view(torch.float32).view(-1)[:16].view(2, 4, 2)
+            },
+            "out shares memory with softmax_lse",
+        ),
+        (
+            lambda given: {"out": given["k_cache"].view(-1)[:8192].view(2, 2, 4, 512)},
+            "out shares memory with k_cache",
+        ),
+    ],
+)
+def test_results_that_share_memory_are_named(change, message):
+    given = arguments()
+    given.update(change(given))
+    tensors = [value for value in given.values() if isinstance(value, torch.Tensor)]
+    kept = [tensor.clone() for tensor in tensors]
+    with pytest.raises(RuntimeError, match=f"{message}; what is written must lie apart"):
+        flashmla.flash_mla_with_kvcache(**given)
+    assert all(map(same_bits, tensors, kept))
 
 
 @pytest.mark.parametrize("name", ["out", "softmax_lse"])
@@ -243,6 +271,47 @@ def test_the_arguments_are_right_when_nothing_is_changed():
     given = arguments()
     flashmla.flash_mla_with_kvcache(**given)
     assert not (given["out"] == 5.0).all()
+
+
+# What torch itself uses for forward mode.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+@pytest.mark.parametrize("preallocated", [True, False])
+@pytest.mark.parametrize("name", ["q", "k_cache"])
+def test_forward_mode_derivatives_are_refused_rather_than_lost(name, preallocated):
+    given = arguments()
+    kept = [given["out"], given["softmax_lse"]]
+    if not preallocated:
+        del given["out"], given["softmax_lse"]
+
+    def attend(value):
+        return flashmla.flash_mla_with_kvcache(**{**given, name: value})[0]
+
+    message = f"{name} has a tangent of forward-mode differentiation; flash_mla_with_kvcache"
+    with pytest.raises(RuntimeError, match=message):
+        torch.func.jvp(attend, (given[name],), (torch.ones_like(given[name]),))
+    with forward_ad.dual_level():
+        with pytest.raises(RuntimeError, match=message):
+            attend(forward_ad.make_dual(given[name], torch.ones_like(given[name])))
+        assert all((tensor == 5.0).all() for tensor in kept)
+        attend(given[name].clone())  # has none
+
+
+@pytest.mark.parametrize("name", TENSORS[1:])
+def test_an_operator_refuses_a_tensor_on_another_device(name):
+    given = arguments()
+    given[name] = given[name].to("meta")
+    order = ("q", "k_cache", "head_dim_v", "cache_seqlens", "block_table", "softmax_scale")
+    order += ("causal", "tile_scheduler_metadata", "num_splits")
+    shared = [given[argument] for argument in order]
+    ops = torch.ops.flashmla
+    for call in (
+        lambda: ops.fwd_kvcache_mla(*shared),
+        lambda: ops.decode(*shared, None),
+        lambda: ops.decode_out(*shared, None, -1, given["out"], given["softmax_lse"]),
+    ):
+        with pytest.raises(RuntimeError, match=f"{name} is on meta"):
+            call()
+    assert (given["out"] == 5.0).all()
 
 
 def test_gradients_are_not_asked_for_under_no_grad():
@@ -268,16 +337,31 @@ def test_bad_planning_calls(given, message):
         flashmla.get_mla_metadata(*given)
 
 
+@pytest.mark.parametrize("value", [2**63, -(2**63) - 1])
+def test_numbers_of_more_than_64_bits_are_named(value):
+    message = f"is {value}; it must be an integer of 64 bits"
+    for left_out in ((), ("out", "softmax_lse"), ("out",)):
+        given = arguments() | {"head_dim_v": value}
+        for name in left_out:
+            del given[name]
+        with pytest.raises(RuntimeError, match=f"head_dim_v {message}"):
+            flashmla.flash_mla_with_kvcache(**given)
+    with pytest.raises(RuntimeError, match=f"num_heads_per_head_k {message}"):
+        flashmla.get_mla_metadata(ints(1), value, 1)
+    with pytest.raises(RuntimeError, match=f"num_heads_k {message}"):
+        flashmla.get_mla_metadata(ints(1), 16, value)
+
+
 @pytest.mark.parametrize("lengths", [None, [1, 2]])
 def test_lengths_that_are_no_tensor_are_named(lengths):
     with pytest.raises(TypeError, match=r"cache_seqlens is .*; it must be a torch\.Tensor"):
         flashmla.get_mla_metadata(lengths, 16, 1)
 
 
-@pytest.mark.parametrize("index", [99, 2**40])
+@pytest.mark.parametrize("index", [99, 2**40, -2, -(2**40)])
 def test_a_kernel_that_is_not_there_is_named(index):
     given = arguments()
-    with pytest.raises(RuntimeError, match="index is"):
+    with pytest.raises(RuntimeError, match=f"kernel_index is {index}; it must be -1, for"):
         torch.ops.flashmla.decode(
             given["q"],
             given["k_cache"],

@@ -211,7 +211,7 @@ def test_a_tie_is_told_from_a_mismatch(plain_scores, expected):
     [
         ({"prompt": ""}, "the prompt is empty"),
         ({"num_tokens": 0}, "num_tokens is 0; it must be at least 1"),
-        ({"page_size": 0}, "page_size is 0; it must be at least 1"),
+        ({"page_size": 0}, "page_size is 0; it must be between 1 and the"),
         ({"temperature": -0.5}, "temperature is -0.5; it must be finite and not negative"),
         ({"temperature": math.nan}, "temperature is nan; it must be finite and not negative"),
         ({"dtype": torch.float16}, "dtype is torch.float16; it must be float32 or bfloat16"),

@@ -135,6 +135,13 @@ def test_arguments_of_later_formats_are_named(inputs, name):
         call(inputs, plan, **{name: value})
 
 
+def test_splits_beside_a_plan_that_holds_its_own_are_refused(inputs):
+    plan, _ = flash_mla.get_mla_metadata()
+    with pytest.raises(RuntimeError, match="num_splits is given beside a FlashMLASchedMeta"):
+        call(inputs, plan, torch.zeros(3, dtype=torch.int32))
+    assert plan.shape is None
+
+
 def test_a_missing_table_is_named(inputs):
     plan, _ = flash_mla.get_mla_metadata()
     inputs.block_table = None

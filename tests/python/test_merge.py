@@ -145,6 +145,20 @@ def test_large_logarithms_do_not_overflow(device):
         assert lse.isfinite().all()
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_the_mean_of_the_largest_numbers_is_finite(dtype):
+    outs, lses = random_parts(7, (4, 3, 5, 600), dtype)
+    largest = torch.finfo(dtype).max
+    outs = outs.sign() * largest
+    assert flashmla.merge_attention_states(outs, lses)[0].isfinite().all()
+    outs[:] = outs[0]
+    out, _ = flashmla.merge_attention_states(outs, lses)
+    assert torch.allclose(out.float() / largest, outs[0].float() / largest)
+    # An infinity is no rounding.
+    outs[3, 0, 0, 0, 0] = math.inf
+    assert flashmla.merge_attention_states(outs, lses)[0][0, 0, 0, 0] == math.inf
+
+
 def test_empty_batch():
     out, lse = flashmla.merge_attention_states(torch.zeros(2, 0, 1, 4, 8), torch.zeros(2, 0, 4, 1))
     assert out.shape == (0, 1, 4, 8)
@@ -202,3 +216,13 @@ def test_gradients_are_refused_rather_than_lost():
     with torch.no_grad():
         out, _ = flashmla.merge_attention_states(outs, lses)
     assert not out.requires_grad
+
+
+# What torch itself uses for forward mode.
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script.*:DeprecationWarning")
+def test_forward_mode_derivatives_are_refused_rather_than_lost():
+    outs, lses = random_parts(2, (1, 1, 2, 8), torch.float32)
+    with pytest.raises(RuntimeError, match="outs has a tangent of forward-mode differentiation"):
+        torch.func.jvp(
+            lambda given: flashmla.merge_attention_states(given, lses)[0], (outs,), (outs,)
+        )

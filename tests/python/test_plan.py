@@ -8,7 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from inputs import attend, formula_inputs, library_plan, same_bits
+from inputs import attend, attend_into, formula_inputs, library_plan, same_bits
 
 import flashmla
 from flashmla import cases, reference
@@ -248,3 +248,14 @@ def test_a_row_that_has_grown_by_a_block_is_refused():
     inputs.block_table[1, 1] = 0
     with pytest.raises(RuntimeError, match="leaves out blocks 1 to 1 of row 1"):
         attend(inputs, plan)
+
+
+def test_an_empty_row_that_has_grown_is_left_alone():
+    inputs = formula_inputs([150, 1], 4, dims=(96, 64))
+    metadata = torch.tensor([[0, 0, 1, 0, 0, 0, 0, 0]], dtype=torch.int32)  # for [150, 0]
+    out, lse = torch.full((2, 1, 4, 64), 5.0, dtype=torch.bfloat16), torch.full((2, 4, 1), 5.0)
+    plan = (metadata, torch.zeros(3, dtype=torch.int32))
+    attend_into(inputs, plan, "cpu", out, lse)
+    assert (out[1] == 5.0).all()
+    assert (lse[1] == 5.0).all()
+    assert same_bits(out[0], attend(inputs, one_part(2))[0][0])

@@ -12,6 +12,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 import flashmla
+from flashmla._checks import check_int64
 from flashmla.cli.console import Failure, console, kernel_named, require_support
 
 Value = TypeVar("Value", bool, int, float)
@@ -91,6 +92,7 @@ def run(
                 "but the first may be empty"
             )
     try:
+        check_int64("head_dim_v", head_dim_v)
         if plan[0] is None:
             # At least 1: too few heads are refused with the call, in its own terms.
             heads = max(1, q.shape[1] * q.shape[2] // k_cache.shape[2])

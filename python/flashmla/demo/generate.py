@@ -100,7 +100,7 @@ def generate(
         temperature: 0 for the likeliest token, else tokens are drawn with `seed`, by the same noise
             for both models.
         dtype: float32 or bfloat16, of both models.
-        page_size: slots of a page of the cache.
+        page_size: slots of a page of the cache, at most the context length.
         device: where both models run.
         weights: a file of `LanguageModel.save`.
         attention, plan: the functions under test.
@@ -112,8 +112,8 @@ def generate(
         raise ValueError("the prompt is empty; give at least one character")
     if num_tokens < 1:
         raise ValueError(f"num_tokens is {num_tokens}; it must be at least 1")
-    if page_size < 1:
-        raise ValueError(f"page_size is {page_size}; it must be at least 1")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed is {seed}; it must be a number of 64 bits")
     if not 0 <= temperature < math.inf:
         raise ValueError(f"temperature is {temperature}; it must be finite and not negative")
     if dtype not in TIE:
@@ -123,6 +123,11 @@ def generate(
     tokenizer = Tokenizer.load(TOKENIZER)
     tokens = tokenizer.encode(prompt)
     limit = model.config.context_length
+    if not 1 <= page_size <= limit:
+        raise ValueError(
+            f"page_size is {page_size}; it must be between 1 and the model's context length, "
+            f"{limit}"
+        )
     if len(tokens) + num_tokens > limit:
         raise ValueError(
             f"the prompt has {len(tokens)} tokens and num_tokens is {num_tokens}; together they "

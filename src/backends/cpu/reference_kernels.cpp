@@ -55,11 +55,15 @@ template <class Element>
 void merge(const Problem& problem, const Partials& partials, void* out) {
   for (std::int32_t c = 0; c < problem.head_dim_v; ++c) {
     double sum = partials.count == 0 ? 0.0 : -0.0;
+    double largest = 0.0;  // in magnitude, past which rounding must not carry the mean
     for (std::int64_t i = 0; i < partials.count; ++i) {
       const double weight = static_cast<double>(partials.weights[i * partials.weight_stride]);
       if (weight < 0.0) continue;
-      sum += weight * static_cast<double>(partials.outs[i * partials.out_stride + c]);
+      const double value = static_cast<double>(partials.outs[i * partials.out_stride + c]);
+      sum += weight * value;
+      largest = std::max(largest, std::abs(value));
     }
+    sum = std::max(std::min(sum, largest), -largest);
     static_cast<Element*>(out)[c] = from_float<Element>(static_cast<float>(sum));
   }
 }

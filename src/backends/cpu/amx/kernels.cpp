@@ -12,9 +12,9 @@
 // No finite input gives an infinity or a NaN. Queries are taken times a power of two that leaves
 // room for head_dim products with the largest value there is, which the scale of their scores takes
 // back. What overflows all the same, capped scores and sums of the largest values, leaves an
-// infinity or a NaN in the row's results: the task is then decoded anew, guarded, for the rows that
-// have one. So ordinary inputs pay for a look at queries and results alone, and a row's bits depend
-// on no other row.
+// infinity or a NaN in the row's results, and scores too large to be told from their reference
+// leave that: the task is then decoded anew, guarded, for such rows. So ordinary inputs pay for a
+// look at queries and results alone, and a row's bits depend on no other row.
 //
 // AMX takes bf16 subnormals for zero, and flushes float ones.
 #include <immintrin.h>
@@ -86,6 +86,9 @@ class Decode {
     return decode.overflown_;
   }
 
+  // Tokens are counted in int32, past the last block and the one after it too.
+  static_assert(kMaxRowTokens <=
+                std::numeric_limits<std::int32_t>::max() - 2 * Shape::kBlockTokens);
   static constexpr std::int32_t kBlockTiles = Shape::kBlockTokens / kTileRows;
   static constexpr std::int32_t kGroupTiles = Shape::kGroupTokens / kTileRows;
   static constexpr std::int32_t kBlockUnits = Shape::kBlockTokens / Shape::kUnitTokens;
@@ -93,6 +96,10 @@ class Decode {
   // Queries are taken below 2^(1 - kQueryMargin): head_dim products with values below 2^128 then
   // sum to less than 2^127.
   static constexpr std::int32_t kQueryMargin = 12;
+  // A reference is rounded, what weights subtract it from is not. Below this one the weight of the
+  // largest score is between a quarter and 4; far past it that may be nothing at all. In a guarded
+  // task both are rounded alike.
+  static constexpr float kLargestReference = 0x1p26f;
 
   Decode(const Problem& problem, const Task& task, std::byte* memory, const RowSet& wanted,
          bool guarded)
@@ -192,14 +199,15 @@ class Decode {
   std::int32_t lower_query(std::int32_t row, const BFloat16* query) {
     // exp(x) = 2^(x log2(e))
     constexpr float kLog2E = 1.44269504f;
-    const float scale =
-        std::min(std::abs(problem_.softmax_scale) * kLog2E, std::numeric_limits<float>::max());
+    const float scale = std::abs(problem_.softmax_scale);
     const std::int32_t largest = exponent_of_largest(query);
     // Infinities and NaN stay what they are.
     const std::int32_t n = largest == 128 ? 0 : std::max(0, largest + kQueryMargin);
     // What the scale does not hold is another factor, and makes the row a guarded one.
     const std::int32_t into_scale = std::min(n, 126 - exponent_of(scale));
-    const float first = scale * exp2_of(into_scale / 2) * exp2_of(into_scale - into_scale / 2);
+    // log2(e) last: what it is taken times must be a normal number.
+    const float first =
+        scale * exp2_of(into_scale / 2) * exp2_of(into_scale - into_scale / 2) * kLog2E;
     scratch_.scales[row] = guarded_ ? 1.0f : first;
     scratch_.guarded_scales[0][row] = first;
     scratch_.guarded_scales[1][row] = exp2_of(n - into_scale);
@@ -604,12 +612,17 @@ class Decode {
         lse_of(problem_, task_.row, where) = lse;
       }
       const bool is_finite = _mm512_test_epi32_mask(excess, excess) == 0 && std::isfinite(lse);
-      if (!empty && !is_finite) overflown_.add(row);
+      const bool is_exact = std::abs(scratch_.references[row]) < kLargestReference;
+      if (!empty && !(is_finite && is_exact)) overflown_.add(row);
     }
   }
 
-  // The bits of a NaN for each infinity and NaN, of a zero for finite numbers.
+  // The bits of a NaN for each NaN, infinity, and number that bf16 may round to infinity; of a zero
+  // for others.
   static __m512i excess_of(__m512 a, __m512 b) {
+    const __m512 margin = _mm512_set1_ps(1.0f + 0x1p-7f);
+    a = _mm512_mul_ps(a, margin);
+    b = _mm512_mul_ps(b, margin);
     return _mm512_or_si512(_mm512_castps_si512(_mm512_sub_ps(a, a)),
                            _mm512_castps_si512(_mm512_sub_ps(b, b)));
   }

@@ -118,6 +118,8 @@ class DecodeLoop {
   static constexpr double kWeightUnits = std::int64_t{1} << kWeightShift;
   static constexpr std::int32_t kElementBytes = sizeof(Element);
   static constexpr std::int32_t kLineBytes = 64;
+  // Tokens are counted in int32, past the last block too.
+  static_assert(kMaxRowTokens <= std::numeric_limits<std::int32_t>::max() - kBlockTokens);
   static_assert(kBlockTokens % kStageTokens == 0 && kStageTokens % kScoreTokens == 0);
 
   // The areas of a task's scratch, in floats from its start; each a multiple of 16 floats long.
@@ -496,6 +498,16 @@ class DecodeLoop {
     });
   }
 
+  // sum * inverse, which rounding must not carry past the largest float where the sum is finite.
+  static Float mean(Float sum, Float inverse) {
+    const Float quotient = V::mul(sum, inverse);
+    // 16-bit elements round what lies this little past their largest number to that.
+    if constexpr (kWidens) return quotient;
+    constexpr float kLargest = std::numeric_limits<float>::max();
+    const Float bounded = V::minimum(V::maximum(V::broadcast(kLargest), sum), quotient);
+    return V::maximum(V::minimum(V::broadcast(-kLargest), sum), bounded);
+  }
+
   void finish() {
     for (std::int32_t row = 0; row < rows_; ++row) {
       const double total = totals_[row];
@@ -509,8 +521,8 @@ class DecodeLoop {
       const QueryRow where = query(row);
       const auto for_each_pair = [&](const auto& write) {
         for (std::int32_t c = 0; c < problem_.head_dim_v; c += kPairElements) {
-          write(c, Pair{V::mul(V::load(sums + c), inverse),
-                        V::mul(V::load(sums + c + kLanes), inverse)});
+          write(c,
+                Pair{mean(V::load(sums + c), inverse), mean(V::load(sums + c + kLanes), inverse)});
         }
       };
       if (task_.partial_out != nullptr) {

@@ -1,7 +1,9 @@
 // The merge of partial results, over the vocabulary of an instruction set.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
+#include <limits>
 #include <type_traits>
 
 #include "backends/cpu/kernel.hpp"
@@ -16,18 +18,37 @@ void merge_partials(const Problem& problem, const Partials& partials, void* out)
   // Every head_dim_v is a multiple of 64.
   constexpr std::int32_t kRegisters = 4;
   constexpr std::int32_t kColumns = kRegisters * V::kLanes;
+  // Rounding must not carry the mean of the largest floats past them; 16-bit elements round such a
+  // mean to their own largest number.
+  constexpr bool kKeepsRange = std::is_same_v<Element, float>;
+  constexpr float kInfinity = std::numeric_limits<float>::infinity();
   Element* elements = static_cast<Element*>(out);
   // -0 is the identity of addition: 0 would turn a lone -0 into 0.
   const typename V::Float start = V::broadcast(partials.count == 0 ? 0.0f : -0.0f);
   for (std::int32_t column = 0; column < problem.head_dim_v; column += kColumns) {
     typename V::Float sums[kRegisters] = {start, start, start, start};
+    [[maybe_unused]] typename V::Float least[kRegisters], largest[kRegisters];
+    if constexpr (kKeepsRange) {
+      std::fill_n(least, kRegisters, V::broadcast(kInfinity));
+      std::fill_n(largest, kRegisters, V::broadcast(-kInfinity));
+    }
     for (std::int64_t i = 0; i < partials.count; ++i) {
       const float weight = partials.weights[i * partials.weight_stride];
       if (weight < 0.0f) continue;
       const typename V::Float weights = V::broadcast(weight);
       const float* part = partials.outs + i * partials.out_stride + column;
       for (std::int32_t r = 0; r < kRegisters; ++r) {
-        sums[r] = V::fma(weights, V::load(part + r * V::kLanes), sums[r]);
+        const typename V::Float value = V::load(part + r * V::kLanes);
+        sums[r] = V::fma(weights, value, sums[r]);
+        if constexpr (kKeepsRange) {
+          least[r] = V::minimum(value, least[r]);
+          largest[r] = V::maximum(value, largest[r]);
+        }
+      }
+    }
+    if constexpr (kKeepsRange) {
+      for (std::int32_t r = 0; r < kRegisters && partials.count > 0; ++r) {
+        sums[r] = V::maximum(least[r], V::minimum(largest[r], sums[r]));
       }
     }
     if constexpr (std::is_same_v<Element, BFloat16>) {
