@@ -106,7 +106,7 @@ class Decode {
         dot_steps_(problem.head_dim / kTileElements),
         results_(scratch_.sink),
         softmax_(scratch_, problem, row_tiles_, guarded),
-        interleave_(scratch_.panels) {
+        interleave_(scratch_.panel) {
     for (std::int32_t row = 0; row < row_tiles_ * kTileRows; ++row) {
       const std::int32_t token = query(std::min(source_row(row), rows_ - 1)).token;
       scratch_.visible[row] = std::clamp(problem.visible_tokens(task.row, token) - task.token_begin,
@@ -249,7 +249,8 @@ class Decode {
       last = task_.next_row < 0 ? 0 : std::min(task_.next_token_end, Shape::kBlockTokens);
     }
     prefetch_ = BlockPrefetch<Shape::kPrefetchStreams, Shape::kPrefetchLines>(
-        problem_, row, task_.kv_head, first, last, 2 * steps_of_block(block.count));
+        problem_, row, task_.kv_head, first, last,
+        Shape::kPrefetchTurns * steps_of_block(block.count));
   }
 
   // Steps of products in a block of this size, over which the next block's lines are spread.
@@ -259,8 +260,9 @@ class Decode {
     return score_blocks * dot_steps_ + divide_up(count, Shape::kUnitTokens) * value_blocks();
   }
 
-  // Twice a step: smaller bursts than once, with less to do than after each product.
-  static constexpr bool prefetches_after(int part) { return part % 2 == 1; }
+  static constexpr bool prefetches_after(int part) {
+    return part % (4 / Shape::kPrefetchTurns) == 1;
+  }
 
   // The 16 tokens of a tile, in place where they lie in one page; else a copy in which tokens past
   // the end are zero.
@@ -351,7 +353,7 @@ class Decode {
     constexpr std::int32_t kUnitSteps = Softmax<Shape>::kSlices / (4 * kSlicesPerPart);
     const auto others = [&](auto part) __attribute__((always_inline)) {
       // The first panel of values.
-      if constexpr (Shape::kInterleavedValues) interleave_.run(1);
+      if constexpr (Shape::kInterleavedValues) interleave_.run();
       if constexpr (prefetches_after(part)) prefetch_.run();
     };
     multiply_first_step(results_, products, dot_steps_, others);
@@ -396,12 +398,10 @@ class Decode {
   // O += P V for all rows. ManyRows reads the panels of `interleave_`, FewRows the tiles given.
   void accumulate_values(const Block<Shape>& block, const TileView* values) {
     if constexpr (Shape::kInterleavedValues) {
+      const std::byte* panel = interleave_.finish_panel();
       for (std::int32_t column = 0; column < problem_.head_dim_v; column += kTileElements) {
-        const std::byte* panel = interleave_.finish_panel();
-        // One past the last is never begun.
-        if (column + kTileElements < problem_.head_dim_v) {
-          interleave_.begin_panel(column + kTileElements);
-        }
+        const std::int32_t next_column = column + kTileElements;
+        interleave_.begin_panel(next_column < problem_.head_dim_v ? next_column : -1);
         for (std::int32_t row_tile = 0; row_tile < row_tiles_; row_tile += 2) {
           value_block_interleaved(block, row_tile, column, panel);
         }
@@ -433,6 +433,7 @@ class Decode {
     const Operand<2> value_tiles{{{values, kTileRowBytes}, {values + kTileBytes, kTileRowBytes}},
                                  ValueInterleave::kUnitBytes};
     const std::int32_t steps = divide_up(block.count, Shape::kUnitTokens);
+    const bool interleaves = row_tile + 2 >= row_tiles_ && interleave_.has_panel();
     std::byte* first = output_tile(row_tile, column);
     if (row_tile + 1 < row_tiles_) {
       const TileView second_weights{weights + kBlockUnits * kTileBytes, kTileRowBytes};
@@ -441,10 +442,11 @@ class Decode {
       multiply_values(
           Products2x2<true, false, Operand<2>, Operand<2>>{
               {{first_weights, second_weights}, kTileBytes}, value_tiles},
-          steps);
+          steps, interleaves);
     } else {
       results_.begin({first, first + kTileBytes, scratch_.sink, scratch_.sink}, block.begin != 0);
-      multiply_values(ProductsPair<1>{{{first_weights}, kTileBytes}, value_tiles}, steps);
+      multiply_values(ProductsPair<1>{{{first_weights}, kTileBytes}, value_tiles}, steps,
+                      interleaves);
     }
   }
 
@@ -461,7 +463,7 @@ class Decode {
     multiply_values(
         Products2x2<false, true, Operand<2>, TokenOperand>{weight_tiles,
                                                            {tokens, std::int64_t{column} * 2}},
-        divide_up(block.count, Shape::kUnitTokens));
+        divide_up(block.count, Shape::kUnitTokens), false);
   }
 
   // Tokens where they lie, 16 a step: columns from `offset` bytes on.
@@ -474,19 +476,28 @@ class Decode {
     }
   };
 
+  // interleaves: the next columns take the places of the values, a unit once its step has them in
+  // registers.
   template <class Products>
-  [[gnu::always_inline]] void multiply_values(const Products& products, std::int32_t steps) {
-    // The next panel is done with the products of this one.
-    const std::int32_t pieces =
-        divide_up(ValueInterleave::kPiecesPerUnit, divide_up(row_tiles_, 2));
+  [[gnu::always_inline]] void multiply_values(const Products& products, std::int32_t steps,
+                                              bool interleaves) {
+    if (interleaves) {
+      multiply_values_and<true>(products, steps);
+    } else {
+      multiply_values_and<false>(products, steps);
+    }
+  }
+
+  template <bool kInterleaves, class Products>
+  [[gnu::always_inline]] void multiply_values_and(const Products& products, std::int32_t steps) {
+    std::int32_t step = 0;
     const auto background = [&](auto part) __attribute__((always_inline)) {
-      if constexpr (Shape::kInterleavedValues && part == 1) interleave_.run(pieces);
+      if constexpr (kInterleaves) interleave_.run_piece(step, part);
       if constexpr (prefetches_after(part)) prefetch_.run();
     };
     multiply_first_step(results_, products, steps, background);
     if (steps == 1) return;
-    std::int32_t step = 1;
-    for (; step < steps - 1; ++step) multiply_step<false>(products, step, background);
+    for (step = 1; step < steps - 1; ++step) multiply_step<false>(products, step, background);
     multiply_step<true>(products, step, background);
   }
 
