@@ -237,27 +237,39 @@ class Decode {
     if constexpr (Shape::kInterleavedValues) {
       interleave_.begin_block(block.keys, divide_up(block.count, Shape::kUnitTokens));
     }
-
-    const std::int32_t next = begin + Shape::kBlockTokens;
-    std::int32_t row = task_.row;
-    std::int32_t first = task_.token_begin + next;
-    std::int32_t last = task_.token_begin + std::min(end_, next + Shape::kBlockTokens);
-    if (next >= end_) {
-      // The last block: what the next task begins with, if it is known.
-      row = std::max(0, task_.next_row);
-      first = 0;
-      last = task_.next_row < 0 ? 0 : std::min(task_.next_token_end, Shape::kBlockTokens);
-    }
-    prefetch_ = BlockPrefetch<Shape::kPrefetchStreams, Shape::kPrefetchLines>(
-        problem_, row, task_.kv_head, first, last,
-        Shape::kPrefetchTurns * steps_of_block(block.count));
   }
 
-  // Steps of products in a block of this size, over which the next block's lines are spread.
-  std::int32_t steps_of_block(std::int32_t count) const {
-    const std::int32_t score_blocks =
-        divide_up(count, Shape::kGroupTokens) * divide_up(row_tiles_, Shape::kGroupRowTiles);
-    return score_blocks * dot_steps_ + divide_up(count, Shape::kUnitTokens) * value_blocks();
+  // What is asked for from the scores of a group of tokens on, spread evenly over the steps of
+  // products: the next block, by the last group of the first block and the first of the others. The
+  // first block itself nobody may have asked for, so each of its groups asks for the next.
+  void ask_ahead(const Block<Shape>& block, std::int32_t group) {
+    const std::int32_t steps = divide_up(row_tiles_, Shape::kGroupRowTiles) * dot_steps_;
+    const std::int32_t next_group = (group + 1) * Shape::kGroupTokens;
+    if (block.begin == 0 && next_group < block.count) {
+      const std::int32_t end = std::min(block.count, next_group + Shape::kGroupTokens);
+      ask_for(task_.row, task_.token_begin + next_group, task_.token_begin + end, steps);
+      return;
+    }
+    if (block.begin != 0 && group != 0) return;
+    const std::int32_t groups = divide_up(block.count, Shape::kGroupTokens);
+    const std::int32_t steps_left =
+        (groups - group) * steps + divide_up(block.count, Shape::kUnitTokens) * value_blocks();
+    const std::int32_t next = block.begin + Shape::kBlockTokens;
+    if (next < end_) {
+      const std::int32_t end = std::min(end_, next + Shape::kBlockTokens);
+      ask_for(task_.row, task_.token_begin + next, task_.token_begin + end, steps_left);
+    } else {
+      // The last block: what the next task begins with, if it is known.
+      const std::int32_t end =
+          task_.next_row < 0 ? 0 : std::min(task_.next_token_end, Shape::kBlockTokens);
+      ask_for(std::max(0, task_.next_row), 0, end, steps_left);
+    }
+  }
+
+  // Tokens [begin, end) of a row, during `steps` of products.
+  void ask_for(std::int32_t row, std::int32_t begin, std::int32_t end, std::int32_t steps) {
+    prefetch_ = BlockPrefetch<Shape::kPrefetchStreams, Shape::kPrefetchLines>(
+        problem_, row, task_.kv_head, begin, end, Shape::kPrefetchTurns * steps);
   }
 
   static constexpr bool prefetches_after(int part) {
@@ -292,6 +304,7 @@ class Decode {
   void scores(const Block<Shape>& block, const Block<Shape>* before) {
     const std::int32_t groups = divide_up(block.count, Shape::kGroupTokens);
     for (std::int32_t group = 0; group < groups; ++group) {
+      ask_ahead(block, group);
       for (std::int32_t row_tile = 0; row_tile < row_tiles_; row_tile += Shape::kGroupRowTiles) {
         score_block(block, group, row_tile);
         // That of the last row tiles runs when the values of `before` are done.
