@@ -127,7 +127,8 @@ Status plan(const PlanRequest& request, const Execution& execution) {
     }
     return cuda::plan(problem.value(), execution.stream);
   }
-  schedule::plan_on_host(problem.value(), tuning::kCpuPlan);
+  schedule::plan_on_host(problem.value(), tuning::cpu_plan(problem.value().batch,
+                                                           problem.value().num_heads_per_head_k));
   return {};
 }
 

@@ -36,7 +36,7 @@ struct OwnOptions {
 
 void measure(benchmark::State& state, const Shape& shape, int num_threads, const Options& options,
              const OwnOptions& own) {
-  omp_set_num_threads(num_threads);
+  use_threads(num_threads);
   static PagePool pool;
   Call call(shape, pool, num_threads, 0, own.kernel);
   call.time();

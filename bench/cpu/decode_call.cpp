@@ -1,5 +1,6 @@
 #include "decode_call.hpp"
 
+#include <sched.h>
 #include <sys/mman.h>
 
 #include <algorithm>
@@ -8,6 +9,8 @@
 #include <numeric>
 #include <optional>
 #include <random>
+
+#include <omp.h>
 
 namespace flashmla::bench {
 namespace {
@@ -89,6 +92,29 @@ Options parse_options(int count, char** words, const char* usage, const OtherOpt
 double median(std::vector<double> values) {
   std::nth_element(values.begin(), values.begin() + values.size() / 2, values.end());
   return values[values.size() / 2];
+}
+
+void use_threads(int num_threads) {
+  // Threads inherit the binding of the one that starts them.
+  static const cpu_set_t allowed = [] {
+    cpu_set_t set;
+    CPU_ZERO(&set);
+    sched_getaffinity(0, sizeof(set), &set);
+    return set;
+  }();
+  omp_set_num_threads(num_threads);
+  if (num_threads > CPU_COUNT(&allowed)) return;
+#pragma omp parallel num_threads(num_threads)
+  {
+    int processor = 0;
+    for (int left = omp_get_thread_num(); !CPU_ISSET(processor, &allowed) || left-- > 0;) {
+      ++processor;
+    }
+    cpu_set_t own;
+    CPU_ZERO(&own);
+    CPU_SET(processor, &own);
+    sched_setaffinity(0, sizeof(own), &own);
+  }
 }
 
 double burst(int num_threads) {

@@ -49,6 +49,11 @@ Options parse_options(int count, char** words, const char* usage, const OtherOpt
 
 double median(std::vector<double> values);
 
+// From here on the library and the ceilings have this many threads, each bound to a processor of
+// its own where there are enough. A thread that waits spins: where two share a processor, the one
+// that has work waits for the scheduler.
+void use_threads(int num_threads);
+
 // GFLOP/s of the fastest unit that there is, over a short burst.
 double burst(int num_threads);
 

@@ -101,7 +101,7 @@ struct Samples {
 
 void measure_round(Samples& samples, const Shape& shape, PagePool& pool, int num_threads,
                    const Options& options, int num_parts) {
-  omp_set_num_threads(num_threads);
+  use_threads(num_threads);
   Call call(shape, pool, num_threads, num_parts, "");
   TimedExecutor executor(num_threads);
   // The threads are there, and the workspace has its memory.

@@ -54,7 +54,8 @@ FLASHMLA_HD constexpr std::int64_t row_cost(std::int32_t blocks, std::int32_t ro
 FLASHMLA_HD constexpr std::int64_t payload_units(std::int64_t total, std::int32_t num_parts,
                                                  const PlanModel& model) {
   const std::int64_t share = quotient(total + num_parts - 1, num_parts);
-  const std::int64_t least = model.row_start_units + kUnitsPerBlock * model.least_blocks;
+  const std::int64_t share_of_row = model.row_start_units + kUnitsPerBlock * model.least_blocks;
+  const std::int64_t least = share_of_row > model.least_units ? share_of_row : model.least_units;
   return share > least ? share : least;
 }
 

@@ -12,11 +12,19 @@ struct PlanModel {
   std::int32_t row_start_units;  // what starting a row costs, in units of 1/8 block (1 to 8)
   std::int32_t least_blocks;     // of a share of a row: less is not worth its merge
   bool may_be_even;              // whether rows that are alike are divided evenly
+  std::int32_t least_units = 0;  // between two cuts, where that is more than the two above ask for
 };
 
 // CPU: packing the queries and writing the result of a row takes about an eighth of the time of a
 // block of 64 tokens, for 16 heads and for 128. A merge costs little, so the line is always cut.
-inline constexpr PlanModel kCpuPlan{1, 1, false};
+// But with more query rows than a tile has, threads can share the rows instead, which beats shares
+// of one block by a quarter to a half (docs/performance/cpu.md), so a lone row has shares of two.
+// With more rows that would leave some parts with two blocks and two starts, too far above the
+// mean.
+inline constexpr std::int32_t kCpuFewQueryRows = 16;
+constexpr PlanModel cpu_plan(std::int32_t batch, std::int64_t query_rows) {
+  return {1, 1, false, batch == 1 && query_rows > kCpuFewQueryRows ? 16 : 0};
+}
 
 // CUDA: loading queries and writing a result takes about half a block's time. With more query rows
 // than this a partial result is so large that a share of one block is not worth its merge

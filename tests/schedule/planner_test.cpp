@@ -168,6 +168,24 @@ TEST(Planner, AnEvenPlanThatWouldBeUnbalancedIsNotUsed) {
   EXPECT_GT(plan.num_splits.back(), 100);
 }
 
+TEST(Planner, ALoneRowOfManyQueryRowsHasSharesOfTwoBlocksOnACpu) {
+  for (const std::int32_t blocks : {2, 3, 15, 16, 17, 31, 32}) {
+    for (const std::int32_t parts : {2, 16, 40}) {
+      const PlanOf plan({64 * blocks}, parts, tuning::cpu_plan(1, 17));
+      for (std::int32_t part = 0; part < parts && row(plan, part)[0] >= 0; ++part) {
+        const std::int32_t share = row(plan, part)[3] - row(plan, part)[1];
+        EXPECT_TRUE(share >= 2 || row(plan, part)[3] == blocks) << blocks << " on " << parts;
+        EXPECT_LE(share, (blocks - 1) / parts + 2) << blocks << " on " << parts;
+      }
+    }
+  }
+  EXPECT_EQ(PlanOf({1024}, 16, tuning::cpu_plan(1, 17)).num_splits.back(), 8);
+  // Nothing else is cut otherwise.
+  EXPECT_EQ(PlanOf({1024}, 16, tuning::cpu_plan(1, 16)).rows, PlanOf({1024}, 16, kLine).rows);
+  EXPECT_EQ(PlanOf({512, 512}, 16, tuning::cpu_plan(2, 17)).rows,
+            PlanOf({512, 512}, 16, kLine).rows);
+}
+
 TEST(Planner, PartsOfACpu) {
   EXPECT_EQ(schedule::cpu_num_parts(1, 1), 1);
   EXPECT_EQ(schedule::cpu_num_parts(1, 32), 32);

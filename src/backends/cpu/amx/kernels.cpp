@@ -113,7 +113,7 @@ class Decode {
         dot_steps_(problem.head_dim / kTileElements),
         results_(scratch_.sink),
         softmax_(scratch_, problem, row_tiles_, guarded),
-        interleave_(scratch_.panels) {
+        interleave_(scratch_.panel) {
     for (std::int32_t row = 0; row < row_tiles_ * kTileRows; ++row) {
       const std::int32_t token = query(std::min(source_row(row), rows_ - 1)).token;
       scratch_.visible[row] = std::clamp(problem.visible_tokens(task.row, token) - task.token_begin,
@@ -245,30 +245,44 @@ class Decode {
     if constexpr (Shape::kInterleavedValues) {
       interleave_.begin_block(block.keys, divide_up(block.count, Shape::kUnitTokens));
     }
+  }
 
-    const std::int32_t next = begin + Shape::kBlockTokens;
-    std::int32_t row = task_.row;
-    std::int32_t first = task_.token_begin + next;
-    std::int32_t last = task_.token_begin + std::min(end_, next + Shape::kBlockTokens);
-    if (next >= end_) {
-      // The last block: what the next task begins with, if it is known.
-      row = std::max(0, task_.next_row);
-      first = 0;
-      last = task_.next_row < 0 ? 0 : std::min(task_.next_token_end, Shape::kBlockTokens);
+  // What is asked for from the scores of a group of tokens on, spread evenly over the steps of
+  // products: the next block, by the last group of the first block and the first of the others. The
+  // first block itself nobody may have asked for, so each of its groups asks for the next.
+  void ask_ahead(const Block<Shape>& block, std::int32_t group) {
+    const std::int32_t steps = divide_up(row_tiles_, Shape::kGroupRowTiles) * dot_steps_;
+    const std::int32_t next_group = (group + 1) * Shape::kGroupTokens;
+    if (block.begin == 0 && next_group < block.count) {
+      const std::int32_t end = std::min(block.count, next_group + Shape::kGroupTokens);
+      ask_for(task_.row, task_.token_begin + next_group, task_.token_begin + end, steps);
+      return;
     }
+    if (block.begin != 0 && group != 0) return;
+    const std::int32_t groups = divide_up(block.count, Shape::kGroupTokens);
+    const std::int32_t steps_left =
+        (groups - group) * steps + divide_up(block.count, Shape::kUnitTokens) * value_blocks();
+    const std::int32_t next = block.begin + Shape::kBlockTokens;
+    if (next < end_) {
+      const std::int32_t end = std::min(end_, next + Shape::kBlockTokens);
+      ask_for(task_.row, task_.token_begin + next, task_.token_begin + end, steps_left);
+    } else {
+      // The last block: what the next task begins with, if it is known.
+      const std::int32_t end =
+          task_.next_row < 0 ? 0 : std::min(task_.next_token_end, Shape::kBlockTokens);
+      ask_for(std::max(0, task_.next_row), 0, end, steps_left);
+    }
+  }
+
+  // Tokens [begin, end) of a row, during `steps` of products.
+  void ask_for(std::int32_t row, std::int32_t begin, std::int32_t end, std::int32_t steps) {
     prefetch_ = BlockPrefetch<Shape::kPrefetchStreams, Shape::kPrefetchLines>(
-        problem_, row, task_.kv_head, first, last, 2 * steps_of_block(block.count));
+        problem_, row, task_.kv_head, begin, end, Shape::kPrefetchTurns * steps);
   }
 
-  // Steps of products in a block of this size, over which the next block's lines are spread.
-  std::int32_t steps_of_block(std::int32_t count) const {
-    const std::int32_t score_blocks =
-        divide_up(count, Shape::kGroupTokens) * divide_up(row_tiles_, Shape::kGroupRowTiles);
-    return score_blocks * dot_steps_ + divide_up(count, Shape::kUnitTokens) * value_blocks();
+  static constexpr bool prefetches_after(int part) {
+    return part % (4 / Shape::kPrefetchTurns) == 1;
   }
-
-  // Twice a step: smaller bursts than once, with less to do than after each product.
-  static constexpr bool prefetches_after(int part) { return part % 2 == 1; }
 
   // The 16 tokens of a tile, in place where they lie in one page; else a copy in which tokens past
   // the end are zero.
@@ -298,6 +312,7 @@ class Decode {
   void scores(const Block<Shape>& block, const Block<Shape>* before) {
     const std::int32_t groups = divide_up(block.count, Shape::kGroupTokens);
     for (std::int32_t group = 0; group < groups; ++group) {
+      ask_ahead(block, group);
       for (std::int32_t row_tile = 0; row_tile < row_tiles_; row_tile += Shape::kGroupRowTiles) {
         score_block(block, group, row_tile);
         // That of the last row tiles runs when the values of `before` are done.
@@ -359,7 +374,7 @@ class Decode {
     constexpr std::int32_t kUnitSteps = Softmax<Shape>::kSlices / (4 * kSlicesPerPart);
     const auto others = [&](auto part) __attribute__((always_inline)) {
       // The first panel of values.
-      if constexpr (Shape::kInterleavedValues) interleave_.run(1);
+      if constexpr (Shape::kInterleavedValues) interleave_.run();
       if constexpr (prefetches_after(part)) prefetch_.run();
     };
     multiply_first_step(results_, products, dot_steps_, others);
@@ -404,12 +419,10 @@ class Decode {
   // O += P V for all rows. ManyRows reads the panels of `interleave_`, FewRows the tiles given.
   void accumulate_values(const Block<Shape>& block, const TileView* values) {
     if constexpr (Shape::kInterleavedValues) {
+      const std::byte* panel = interleave_.finish_panel();
       for (std::int32_t column = 0; column < problem_.head_dim_v; column += kTileElements) {
-        const std::byte* panel = interleave_.finish_panel();
-        // One past the last is never begun.
-        if (column + kTileElements < problem_.head_dim_v) {
-          interleave_.begin_panel(column + kTileElements);
-        }
+        const std::int32_t next_column = column + kTileElements;
+        interleave_.begin_panel(next_column < problem_.head_dim_v ? next_column : -1);
         for (std::int32_t row_tile = 0; row_tile < row_tiles_; row_tile += 2) {
           value_block_interleaved(block, row_tile, column, panel);
         }
@@ -441,6 +454,7 @@ class Decode {
     const Operand<2> value_tiles{{{values, kTileRowBytes}, {values + kTileBytes, kTileRowBytes}},
                                  ValueInterleave::kUnitBytes};
     const std::int32_t steps = divide_up(block.count, Shape::kUnitTokens);
+    const bool interleaves = row_tile + 2 >= row_tiles_ && interleave_.has_panel();
     std::byte* first = output_tile(row_tile, column);
     if (row_tile + 1 < row_tiles_) {
       const TileView second_weights{weights + kBlockUnits * kTileBytes, kTileRowBytes};
@@ -449,10 +463,11 @@ class Decode {
       multiply_values(
           Products2x2<true, false, Operand<2>, Operand<2>>{
               {{first_weights, second_weights}, kTileBytes}, value_tiles},
-          steps);
+          steps, interleaves);
     } else {
       results_.begin({first, first + kTileBytes, scratch_.sink, scratch_.sink}, block.begin != 0);
-      multiply_values(ProductsPair<1>{{{first_weights}, kTileBytes}, value_tiles}, steps);
+      multiply_values(ProductsPair<1>{{{first_weights}, kTileBytes}, value_tiles}, steps,
+                      interleaves);
     }
   }
 
@@ -469,7 +484,7 @@ class Decode {
     multiply_values(
         Products2x2<false, true, Operand<2>, TokenOperand>{weight_tiles,
                                                            {tokens, std::int64_t{column} * 2}},
-        divide_up(block.count, Shape::kUnitTokens));
+        divide_up(block.count, Shape::kUnitTokens), false);
   }
 
   // Tokens where they lie, 16 a step: columns from `offset` bytes on.
@@ -482,19 +497,28 @@ class Decode {
     }
   };
 
+  // interleaves: the next columns take the places of the values, a unit once its step has them in
+  // registers.
   template <class Products>
-  [[gnu::always_inline]] void multiply_values(const Products& products, std::int32_t steps) {
-    // The next panel is done with the products of this one.
-    const std::int32_t pieces =
-        divide_up(ValueInterleave::kPiecesPerUnit, divide_up(row_tiles_, 2));
+  [[gnu::always_inline]] void multiply_values(const Products& products, std::int32_t steps,
+                                              bool interleaves) {
+    if (interleaves) {
+      multiply_values_and<true>(products, steps);
+    } else {
+      multiply_values_and<false>(products, steps);
+    }
+  }
+
+  template <bool kInterleaves, class Products>
+  [[gnu::always_inline]] void multiply_values_and(const Products& products, std::int32_t steps) {
+    std::int32_t step = 0;
     const auto background = [&](auto part) __attribute__((always_inline)) {
-      if constexpr (Shape::kInterleavedValues && part == 1) interleave_.run(pieces);
+      if constexpr (kInterleaves) interleave_.run_piece(step, part);
       if constexpr (prefetches_after(part)) prefetch_.run();
     };
     multiply_first_step(results_, products, steps, background);
     if (steps == 1) return;
-    std::int32_t step = 1;
-    for (; step < steps - 1; ++step) multiply_step<false>(products, step, background);
+    for (step = 1; step < steps - 1; ++step) multiply_step<false>(products, step, background);
     multiply_step<true>(products, step, background);
   }
 

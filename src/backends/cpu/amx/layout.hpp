@@ -32,9 +32,10 @@ struct FewRows {
   // Bytes of P for a row tile and a unit: the tile of {p, 0}, the tile of {0, p}.
   static constexpr std::int32_t kUnitBytes = 2 * kTileBytes;
   static constexpr bool kInterleavedValues = false;
-  // Streams of prefetches, and cache lines of each asked for at once.
+  // Streams of prefetches, cache lines of each asked for at once, and how often in a step.
   static constexpr std::int32_t kPrefetchStreams = 8;
   static constexpr std::int32_t kPrefetchLines = 2;
+  static constexpr std::int32_t kPrefetchTurns = 2;
   // The scores of a block are computed before the values of the one before it, so that softmax has
   // products to run between even where a block has one row tile.
   static constexpr std::int32_t kBlocksInFlight = 2;
@@ -60,8 +61,9 @@ struct ManyRows {
   static constexpr std::int32_t kUnitTokens = 32;
   static constexpr std::int32_t kUnitBytes = kTileBytes;
   static constexpr bool kInterleavedValues = true;
-  static constexpr std::int32_t kPrefetchStreams = 4;
+  static constexpr std::int32_t kPrefetchStreams = 5;
   static constexpr std::int32_t kPrefetchLines = 1;
+  static constexpr std::int32_t kPrefetchTurns = 1;
   static constexpr std::int32_t kBlocksInFlight = 1;
   static constexpr bool kSplitsWeights = false;
 };
@@ -107,7 +109,7 @@ class Scratch {
     for (std::byte*& area : gathered) area = take<std::byte>(Shape::kBlockTokens * token_bytes);
     gathered_values = take<std::byte>(Shape::kBlockTokens * token_bytes);
     if (Shape::kInterleavedValues) {
-      panels = take<std::byte>(2 * std::int64_t{Shape::kBlockTokens} * kTileElements * 2);
+      panel = take<std::byte>(std::int64_t{Shape::kBlockTokens} * kTileElements * 2);
     }
     zero_row = take<std::byte>(token_bytes);
     sink = take<std::byte>(4 * kTileBytes);
@@ -143,9 +145,9 @@ class Scratch {
   // Copies of the values of which hidden tokens are zero, in blocks with a hidden token that is not
   // finite: [token of the block][head_dim], of which head_dim_v are used.
   std::byte* gathered_values;
-  // ManyRows: V as B tiles, two panels of 32 columns: [unit][first or second tile][pair of tokens]
+  // ManyRows: V as B tiles, a panel of 32 columns: [unit][first or second tile][pair of tokens]
   // [16][2].
-  std::byte* panels = nullptr;
+  std::byte* panel = nullptr;
   std::byte* zero_row;  // head_dim zeros: stands for tokens past the end
   std::byte* sink;      // takes the four tiles that the registers hold before the first result
   // A unit that was weighed anew: P before its transpose, and its sums [row of the row tile].

@@ -4,6 +4,7 @@
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
+#include <limits>
 
 #include "backends/cpu/amx/products.hpp"
 #include "backends/cpu/query_row.hpp"
@@ -15,49 +16,18 @@ namespace {
 
 inline constexpr std::int32_t kLineBytes = 64;
 
-// The lines of tokens [begin, end) of a row, in order.
-class TokenLines {
+// Tokens [begin, end) of a row, in runs without a gap.
+class TokenRuns {
  public:
-  TokenLines() = default;
-  TokenLines(const Problem& problem, std::int32_t row, std::int32_t kv_head, std::int32_t begin,
-             std::int32_t end)
-      : problem_(&problem),
-        row_(row),
-        kv_head_(kv_head),
-        next_(begin),
-        end_(end),
-        token_bytes_(problem.head_dim * 2) {}
+  TokenRuns() = default;
+  TokenRuns(const Problem& problem, std::int32_t row, std::int32_t kv_head, std::int32_t begin,
+            std::int32_t end)
+      : problem_(&problem), row_(row), kv_head_(kv_head), next_(begin), end_(end) {}
 
-  // Asks for up to kCount lines.
-  template <std::int32_t kCount>
-  [[gnu::always_inline]] void prefetch() {
-    const std::byte* line = line_;
-    if (line_end_ - line < kCount * kLineBytes) {
-      prefetch_across_runs(kCount);
-      return;
-    }
-    for (std::int32_t i = 0; i < kCount; ++i) prefetch_line(line + i * kLineBytes);
-    line_ = line + kCount * kLineBytes;
-  }
-
- private:
-  [[gnu::always_inline]] static void prefetch_line(const std::byte* line) {
-    // To the second-level cache: first-level fill buffers are what the tile loads need.
-    __builtin_prefetch(line, 0, 2);
-  }
-
-  [[gnu::noinline]] void prefetch_across_runs(std::int32_t count) {
-    for (; count > 0; --count) {
-      if (line_ == line_end_ && !next_run()) return;
-      prefetch_line(line_);
-      line_ += kLineBytes;
-    }
-  }
-
-  // Tokens that follow one another without a gap, up to the end of a page. A run that does not
-  // start on a line ends in a line more.
-  bool next_run() {
-    if (next_ >= end_) return false;
+  // The first line of the next run and, into `bytes`, its length in whole lines. A run that does
+  // not start on a line ends in a line more. Null at the end.
+  const std::byte* next(std::int64_t& bytes) {
+    if (next_ >= end_) return nullptr;
     const std::byte* first = reinterpret_cast<const std::byte*>(
         cached_token<BFloat16>(*problem_, row_, kv_head_, next_));
     const bool contiguous = problem_->k_token_stride == problem_->head_dim;
@@ -65,24 +35,23 @@ class TokenLines {
     const std::int32_t tokens = contiguous ? std::min(end_ - next_, left_in_page) : 1;
     next_ += tokens;
     const auto misaligned = reinterpret_cast<std::uintptr_t>(first) % kLineBytes;
-    line_ = first - misaligned;
-    const auto bytes = std::int64_t{tokens} * token_bytes_ + static_cast<std::int64_t>(misaligned);
-    line_end_ = line_ + (bytes + kLineBytes - 1) / kLineBytes * kLineBytes;
-    return true;
+    bytes = (std::int64_t{tokens} * problem_->head_dim * 2 + static_cast<std::int64_t>(misaligned) +
+             kLineBytes - 1) /
+            kLineBytes * kLineBytes;
+    return first - misaligned;
   }
 
+ private:
   const Problem* problem_ = nullptr;
   std::int32_t row_ = 0;
   std::int32_t kv_head_ = 0;
   std::int32_t next_ = 0;
   std::int32_t end_ = 0;
-  std::int32_t token_bytes_ = 0;
-  const std::byte* line_ = nullptr;
-  const std::byte* line_end_ = nullptr;
 };
 
 // Several streams, each through a part of the block: with one alone the memory answers a quarter
-// slower. kLines: of each stream at once.
+// slower. All go forward together, by a fraction of a line a step, and ask for the lines they are
+// at even if they did so before, which is cheaper than a branch. kLines: of each stream at once.
 template <std::int32_t kStreams, std::int32_t kLines>
 class BlockPrefetch {
  public:
@@ -92,29 +61,69 @@ class BlockPrefetch {
                 std::int32_t end, std::int32_t turns) {
     const std::int32_t tokens_each = (end - begin + kStreams - 1) / kStreams;
     for (std::int32_t i = 0; i < kStreams; ++i) {
-      streams_[i] = TokenLines(problem, row, kv_head, std::min(end, begin + i * tokens_each),
-                               std::min(end, begin + (i + 1) * tokens_each));
+      runs_[i] = TokenRuns(problem, row, kv_head, std::min(end, begin + i * tokens_each),
+                           std::min(end, begin + (i + 1) * tokens_each));
     }
-    const std::int64_t lines = std::int64_t{tokens_each} * problem.head_dim * 2 / kLineBytes;
-    const std::int64_t due = (lines << kFractionBits) / kLines;
-    rate_ = static_cast<std::int32_t>((due + turns - 1) / turns);
+    const std::int64_t bytes = std::int64_t{tokens_each} * problem.head_dim * 2;
+    const std::int64_t most = std::int64_t{turns} * kLines * kLineBytes;  // with one step a turn
+    steps_ = static_cast<std::int32_t>((bytes + most - 1) / most);
+    if (steps_ > 0) rate_ = (bytes << kFractionBits) / (std::int64_t{turns} * steps_) + 1;
   }
 
   [[gnu::always_inline]] void run() {
-    for (due_ += rate_; due_ >= kOne; due_ -= kOne) {
+    for (std::int32_t step = 0; step < steps_; ++step) {
+      const std::int64_t offset = (position_ >> kFractionBits) & -std::int64_t{kLineBytes};
+      if (__builtin_expect(offset >= run_end_, 0)) next_runs(offset);
       for_each_constant<kStreams>([&](auto i) __attribute__((always_inline)) {
-        streams_[i].template prefetch<kLines>();
+        for (std::int32_t line = 0; line < kLines; ++line) {
+          prefetch_line(lines_[i] + offset + line * kLineBytes);
+        }
       });
+      position_ += rate_;
     }
   }
 
  private:
   static constexpr std::int32_t kFractionBits = 8;
-  static constexpr std::int32_t kOne = 1 << kFractionBits;
 
-  TokenLines streams_[kStreams];
-  std::int32_t rate_ = 0;  // in fractions of kLines lines
-  std::int32_t due_ = 0;
+  [[gnu::always_inline]] static void prefetch_line(std::int64_t address) {
+    // To the second-level cache: first-level fill buffers are what the tile loads need.
+    __builtin_prefetch(reinterpret_cast<const void*>(address), 0, 2);
+  }
+
+  // Begins the next runs of the streams whose runs end at or before `offset`. A stream at its end
+  // follows one that is not.
+  [[gnu::noinline]] void next_runs(std::int64_t offset) {
+    run_end_ = std::numeric_limits<std::int64_t>::max();
+    std::int64_t others_lines = 0;
+    for (std::int32_t i = 0; i < kStreams; ++i) {
+      std::int64_t bytes = 0;
+      while (offset >= run_ends_[i]) {
+        const std::byte* first = runs_[i].next(bytes);
+        if (first == nullptr) break;
+        lines_[i] = reinterpret_cast<std::int64_t>(first) - run_ends_[i];
+        for (std::int64_t begin = run_ends_[i]; begin < offset; begin += kLineBytes) {
+          prefetch_line(lines_[i] + begin);
+        }
+        run_ends_[i] += bytes;
+      }
+      if (offset >= run_ends_[i]) continue;
+      run_end_ = std::min(run_end_, run_ends_[i]);
+      others_lines = lines_[i];
+    }
+    for (std::int32_t i = 0; i < kStreams; ++i) {
+      if (offset >= run_ends_[i]) lines_[i] = others_lines;
+    }
+    if (others_lines == 0) steps_ = 0;
+  }
+
+  std::int64_t lines_[kStreams] = {};  // address of the run's first line, less the offset there
+  std::int64_t run_end_ = 0;           // offset at which the next run ends
+  std::int64_t position_ = 0;          // the offset of all streams, in fractions of a byte
+  std::int64_t rate_ = 0;
+  std::int32_t steps_ = 0;  // a turn
+  std::int64_t run_ends_[kStreams] = {};
+  TokenRuns runs_[kStreams];
 };
 
 }  // namespace
