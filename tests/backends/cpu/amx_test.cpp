@@ -356,6 +356,44 @@ TEST_F(Amx, RowsDoNotDependOnTheirNeighbours) {
   }
 }
 
+// Threads that share the query rows of a part decide which of them are rescaled before the values
+// of the block before are in the sums, and which after.
+TEST_F(Amx, RaisedReferencesGiveTheSameBitsWithAnyThreads) {
+  for (const std::int64_t heads : {17, 40, 48, 128}) {
+    for (std::uint64_t seed = 0; seed < 20; ++seed) {
+      SCOPED_TRACE(std::to_string(heads) + " heads, " + std::to_string(seed));
+      DecodeShape shape;
+      shape.lengths = {600};
+      shape.num_heads_q = heads;
+      shape.head_dim = 128;
+      shape.head_dim_v = 128;
+      shape.softmax_scale = 1.0;
+      // Scores grow by 0.25 a token, more than 21 in a block of a row in four: what was there
+      // before a raise still counts.
+      const QueryValue noise = random_values(2 * seed + 100, 0.125);
+      const auto query = [=](std::int64_t i, std::int64_t t, std::int64_t h, std::int64_t c) {
+        return c != 0 ? noise(i, t, h, c) : h % 4 == 0 ? 1.5 : 0.25 * static_cast<double>(h % 4);
+      };
+      const TokenValue values = random_values(2 * seed + 101);
+      const auto token = [=](std::int64_t i, std::int64_t j, std::int64_t g, std::int64_t c) {
+        return c != 0 ? values(i, j, g, c) : 0.25 * static_cast<double>(j);
+      };
+      DecodeCase decode_case(shape, query, token);
+      decode_case.plan_by_hand({{0, 0, 0, 1000}});
+      TestExecutor serial = serial_executor();
+      ASSERT_EQ(decode_case.run(kKernel, serial.get()).status, FLASHMLA_OK);
+      const std::vector<std::byte> out = decode_case.out.copy_bytes();
+      const std::vector<std::byte> lse = decode_case.lse.copy_bytes();
+      for (const std::int32_t num_threads : {2, 3, 4}) {
+        TestExecutor threads = backward_executor(num_threads);
+        ASSERT_EQ(decode_case.run(kKernel, threads.get()).status, FLASHMLA_OK);
+        EXPECT_EQ(decode_case.out.copy_bytes(), out) << num_threads << " threads";
+        EXPECT_EQ(decode_case.lse.copy_bytes(), lse) << num_threads << " threads";
+      }
+    }
+  }
+}
+
 // Every thread asks for the tiles on its own and gives them back.
 TEST_F(Amx, ManyThreads) {
   DecodeShape shape;

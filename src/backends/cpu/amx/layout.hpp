@@ -89,6 +89,12 @@ struct Block {
   std::byte* gathered;                             // of Scratch::gathered
 };
 
+// A row of O that is yet to be multiplied.
+struct Rescaling {
+  std::int32_t row;
+  float factor;
+};
+
 // The areas of a task's scratch, each 64-byte aligned.
 template <class Shape>
 class Scratch {
@@ -120,6 +126,10 @@ class Scratch {
     references = take<float>(row_tiles * kTileRowBytes);
     totals = take<double>(row_tiles * 2 * kTileRowBytes);
     visible = take<std::int32_t>(row_tiles * kTileRowBytes);
+    if (Shape::kBlocksInFlight > 1) {
+      waiting = take<Rescaling>(row_tiles * kTileRows * units *
+                                static_cast<std::int64_t>(sizeof(Rescaling)));
+    }
   }
 
   std::size_t bytes() const { return end_; }
@@ -161,6 +171,8 @@ class Scratch {
   float* references;
   double* totals;         // sum of P: a long row adds thousands of units
   std::int32_t* visible;  // tokens of the task that the row sees
+  // Of O, once the values of the block before are in it; at most one a row and unit.
+  Rescaling* waiting = nullptr;
 
  private:
   template <class T>

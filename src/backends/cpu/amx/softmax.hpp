@@ -57,12 +57,11 @@ class Softmax {
 
   // Row tiles [row_tile, row_tile_end) have their scores of a group of the block's tokens in
   // Scratch::scores: [row tile][token][row], not yet scaled. Those of an earlier call are finished.
-  // Rows see all tokens of the task before `least_visible`. `before`: the block before, if its P is
-  // not yet in O.
-  void begin_scores(const Block<Shape>& block, const Block<Shape>* before, std::int32_t group,
+  // Rows see all tokens of the task before `least_visible`. output_waits: the values of the block
+  // before are not yet in O; rescale_waiting() is called when they are.
+  void begin_scores(const Block<Shape>& block, bool output_waits, std::int32_t group,
                     std::int32_t row_tile, std::int32_t row_tile_end, std::int32_t least_visible) {
-    has_output_ = before == nullptr ? block.begin != 0 : before->begin != 0;
-    weights_before_ = before == nullptr ? nullptr : before->weights;
+    output_waits_ = output_waits;
     begin_ = block.begin;
     plain_units_ = guarded_ ? 0 : (least_visible - block.begin) / Shape::kUnitTokens;
     weights_ = block.weights;
@@ -119,6 +118,15 @@ class Softmax {
     scores_ += (first_unit_ + kUnitsPerGroup - unit_end_) * kUnitFloats;
     unit_ = first_unit_;
     ++row_tile_;
+  }
+
+  // O holds the values of all blocks before: rows that had to wait for that are rescaled, in the
+  // order and with the rounding that they would have been rescaled at once.
+  void rescale_waiting() {
+    for (std::int32_t i = 0; i < num_waiting_; ++i) {
+      rescale_output(scratch_.waiting[i].row, scratch_.waiting[i].factor);
+    }
+    num_waiting_ = 0;
   }
 
   // The units that are left.
@@ -248,20 +256,26 @@ class Softmax {
     _mm512_store_ps(scratch_.unit_totals, unit.sum);
   }
 
-  void rescale_row(std::int32_t row, float scalar) {
-    scratch_.totals[row_tile_ * kTileRows + row] *= static_cast<double>(scalar);
-    const __m512 factor = _mm512_set1_ps(scalar);
-    rescale_weights(weights(0), weights(unit_), row, factor);
-    if (weights_before_ != nullptr) {
-      std::byte* before = weights_before_ + (weights(0) - weights_);
-      rescale_weights(before, before + kBlockUnits * Shape::kUnitBytes, row, factor);
+  // row: of the row tile.
+  void rescale_row(std::int32_t row, float factor) {
+    const std::int32_t task_row = row_tile_ * kTileRows + row;
+    scratch_.totals[task_row] *= static_cast<double>(factor);
+    rescale_weights(weights(0), weights(unit_), row, _mm512_set1_ps(factor));
+    if (begin_ == 0) return;
+    if (output_waits_) {
+      scratch_.waiting[num_waiting_++] = {task_row, factor};
+    } else {
+      rescale_output(task_row, factor);
     }
-    if (!has_output_) return;
+  }
+
+  void rescale_output(std::int32_t task_row, float factor) const {
+    const std::int32_t row_tile = task_row / kTileRows;
     const std::int32_t column_tiles = head_dim_v_ / kTileFloats;
-    float* output =
-        scratch_.outputs + std::int64_t{row_tile_} * kTileRows * head_dim_v_ + row * kTileFloats;
+    float* output = scratch_.outputs + std::int64_t{row_tile} * kTileRows * head_dim_v_ +
+                    task_row % kTileRows * kTileFloats;
     for (std::int32_t tile = 0; tile < column_tiles; ++tile, output += kTileRows * kTileFloats) {
-      _mm512_store_ps(output, _mm512_mul_ps(_mm512_load_ps(output), factor));
+      _mm512_store_ps(output, _mm512_mul_ps(_mm512_load_ps(output), _mm512_set1_ps(factor)));
     }
   }
 
@@ -311,8 +325,7 @@ class Softmax {
 
   // The block of the scores.
   std::int32_t begin_ = 0;
-  bool has_output_ = false;  // O holds the blocks before, but for that of `weights_before_`
-  std::byte* weights_before_ = nullptr;
+  bool output_waits_ = false;     // for the values of the block before
   std::int32_t plain_units_ = 0;  // of which every row sees all
   std::byte* weights_ = nullptr;
   // What is left of the scores: of row tile `row_tile_` from `unit_` on, and the row tiles after
@@ -323,6 +336,8 @@ class Softmax {
   std::int32_t first_unit_ = 0;
   std::int32_t unit_ = 0;
   std::int32_t unit_end_ = 0;
+
+  std::int32_t num_waiting_ = 0;  // of Scratch::waiting
 };
 
 }  // namespace
