@@ -69,7 +69,7 @@ struct ManyRows {
 };
 
 // The most query rows of a problem for which FewRows is the faster one.
-inline constexpr std::int32_t kFewRowsLimit = 48;
+inline constexpr std::int32_t kFewRowsLimit = kTileRows;
 
 // visit(shape): the one that the problem takes.
 template <class Visit>
