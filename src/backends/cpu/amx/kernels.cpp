@@ -77,7 +77,7 @@ class Decode {
     } else {
       for (std::int32_t begin = 0; begin < decode.end_; begin += Shape::kBlockTokens) {
         decode.load_block(decode.blocks_[0], begin);
-        decode.scores(decode.blocks_[0], false);
+        decode.scores(decode.blocks_[0]);
         decode.finish_scores();
         decode.accumulate(decode.blocks_[0]);
       }
@@ -136,11 +136,8 @@ class Decode {
     for (std::int32_t begin = 0; begin < end_; begin += Shape::kBlockTokens) {
       Block<Shape>& block = blocks_[begin / Shape::kBlockTokens % Shape::kBlocksInFlight];
       load_block(block, begin);
-      scores(block, before != nullptr);
-      if (before != nullptr) {
-        accumulate(*before);
-        softmax_.rescale_waiting();
-      }
+      scores(block);
+      if (before != nullptr) accumulate(*before);
       before = &block;
     }
     finish_scores();
@@ -311,8 +308,7 @@ class Decode {
   // --- scores and softmax -----------------------------------------------------------------------
 
   // The scores of a block; their softmax but for that of the last block of score tiles.
-  // values_follow: those of the block before are yet to be added to O.
-  void scores(const Block<Shape>& block, bool values_follow) {
+  void scores(const Block<Shape>& block) {
     const std::int32_t groups = divide_up(block.count, Shape::kGroupTokens);
     for (std::int32_t group = 0; group < groups; ++group) {
       ask_ahead(block, group);
@@ -320,8 +316,7 @@ class Decode {
         score_block(block, group, row_tile);
         // That of the last row tiles runs when the values of the block before are done.
         const std::int32_t row_tile_end = std::min(row_tiles_, row_tile + Shape::kGroupRowTiles);
-        softmax_.begin_scores(block, values_follow && row_tile_end < row_tiles_, group, row_tile,
-                              row_tile_end, least_visible_);
+        softmax_.begin_scores(block, group, row_tile, row_tile_end, least_visible_);
       }
     }
   }

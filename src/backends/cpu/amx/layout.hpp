@@ -37,7 +37,7 @@ struct FewRows {
   static constexpr std::int32_t kPrefetchLines = 2;
   static constexpr std::int32_t kPrefetchTurns = 2;
   // The scores of a block are computed before the values of the one before it, so that softmax has
-  // products to run between even where a block has one row tile.
+  // products to run between. Its row tile's alone: see Softmax::begin_scores().
   static constexpr std::int32_t kBlocksInFlight = 2;
   // Whether P is as exact as two bf16 numbers make it: see FewestRows.
   static constexpr bool kSplitsWeights = false;
@@ -68,8 +68,9 @@ struct ManyRows {
   static constexpr bool kSplitsWeights = false;
 };
 
-// The most query rows of a problem for which FewRows is the faster one.
+// The most query rows of a problem for which FewRows is the faster one: a row tile.
 inline constexpr std::int32_t kFewRowsLimit = kTileRows;
+static_assert(kFewRowsLimit <= FewRows::kGroupRowTiles * kTileRows);
 
 // visit(shape): the one that the problem takes.
 template <class Visit>
@@ -87,12 +88,6 @@ struct Block {
   TileView keys[Shape::kBlockTokens / kTileRows];  // 16 tokens each, the last ones past the end
   std::byte* weights;                              // of Scratch::weights
   std::byte* gathered;                             // of Scratch::gathered
-};
-
-// A row of O that is yet to be multiplied.
-struct Rescaling {
-  std::int32_t row;
-  float factor;
 };
 
 // The areas of a task's scratch, each 64-byte aligned.
@@ -126,10 +121,6 @@ class Scratch {
     references = take<float>(row_tiles * kTileRowBytes);
     totals = take<double>(row_tiles * 2 * kTileRowBytes);
     visible = take<std::int32_t>(row_tiles * kTileRowBytes);
-    if (Shape::kBlocksInFlight > 1) {
-      waiting = take<Rescaling>(row_tiles * kTileRows * units *
-                                static_cast<std::int64_t>(sizeof(Rescaling)));
-    }
   }
 
   std::size_t bytes() const { return end_; }
@@ -171,8 +162,6 @@ class Scratch {
   float* references;
   double* totals;         // sum of P: a long row adds thousands of units
   std::int32_t* visible;  // tokens of the task that the row sees
-  // Of O, once the values of the block before are in it; at most one a row and unit.
-  Rescaling* waiting = nullptr;
 
  private:
   template <class T>

@@ -57,11 +57,11 @@ class Softmax {
 
   // Row tiles [row_tile, row_tile_end) have their scores of a group of the block's tokens in
   // Scratch::scores: [row tile][token][row], not yet scaled. Those of an earlier call are finished.
-  // Rows see all tokens of the task before `least_visible`. output_waits: the values of the block
-  // before are not yet in O; rescale_waiting() is called when they are.
-  void begin_scores(const Block<Shape>& block, bool output_waits, std::int32_t group,
-                    std::int32_t row_tile, std::int32_t row_tile_end, std::int32_t least_visible) {
-    output_waits_ = output_waits;
+  // Rows see all tokens of the task before `least_visible`. When their softmax runs, O has the
+  // values of all blocks before, whatever the row tile: else threads that share the rows of a part
+  // would change what is rescaled, and with it bits.
+  void begin_scores(const Block<Shape>& block, std::int32_t group, std::int32_t row_tile,
+                    std::int32_t row_tile_end, std::int32_t least_visible) {
     begin_ = block.begin;
     plain_units_ = guarded_ ? 0 : (least_visible - block.begin) / Shape::kUnitTokens;
     weights_ = block.weights;
@@ -118,15 +118,6 @@ class Softmax {
     scores_ += (first_unit_ + kUnitsPerGroup - unit_end_) * kUnitFloats;
     unit_ = first_unit_;
     ++row_tile_;
-  }
-
-  // O holds the values of all blocks before: rows that had to wait for that are rescaled, in the
-  // order and with the rounding that they would have been rescaled at once.
-  void rescale_waiting() {
-    for (std::int32_t i = 0; i < num_waiting_; ++i) {
-      rescale_output(scratch_.waiting[i].row, scratch_.waiting[i].factor);
-    }
-    num_waiting_ = 0;
   }
 
   // The units that are left.
@@ -258,22 +249,12 @@ class Softmax {
 
   // row: of the row tile.
   void rescale_row(std::int32_t row, float factor) {
-    const std::int32_t task_row = row_tile_ * kTileRows + row;
-    scratch_.totals[task_row] *= static_cast<double>(factor);
+    scratch_.totals[row_tile_ * kTileRows + row] *= static_cast<double>(factor);
     rescale_weights(weights(0), weights(unit_), row, _mm512_set1_ps(factor));
     if (begin_ == 0) return;
-    if (output_waits_) {
-      scratch_.waiting[num_waiting_++] = {task_row, factor};
-    } else {
-      rescale_output(task_row, factor);
-    }
-  }
-
-  void rescale_output(std::int32_t task_row, float factor) const {
-    const std::int32_t row_tile = task_row / kTileRows;
     const std::int32_t column_tiles = head_dim_v_ / kTileFloats;
-    float* output = scratch_.outputs + std::int64_t{row_tile} * kTileRows * head_dim_v_ +
-                    task_row % kTileRows * kTileFloats;
+    float* output =
+        scratch_.outputs + std::int64_t{row_tile_} * kTileRows * head_dim_v_ + row * kTileFloats;
     for (std::int32_t tile = 0; tile < column_tiles; ++tile, output += kTileRows * kTileFloats) {
       _mm512_store_ps(output, _mm512_mul_ps(_mm512_load_ps(output), _mm512_set1_ps(factor)));
     }
@@ -325,7 +306,6 @@ class Softmax {
 
   // The block of the scores.
   std::int32_t begin_ = 0;
-  bool output_waits_ = false;     // for the values of the block before
   std::int32_t plain_units_ = 0;  // of which every row sees all
   std::byte* weights_ = nullptr;
   // What is left of the scores: of row tile `row_tile_` from `unit_` on, and the row tiles after
@@ -336,8 +316,6 @@ class Softmax {
   std::int32_t first_unit_ = 0;
   std::int32_t unit_ = 0;
   std::int32_t unit_end_ = 0;
-
-  std::int32_t num_waiting_ = 0;  // of Scratch::waiting
 };
 
 }  // namespace
