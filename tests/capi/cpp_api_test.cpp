@@ -6,7 +6,6 @@
 #include <array>
 #include <cmath>
 #include <string>
-#include <tuple>
 #include <vector>
 
 #include "support/decode_case.hpp"
@@ -129,12 +128,16 @@ TEST(CppApi, PlanByHandAndItsFields) {
 }
 
 TEST(CppApi, PlanOfAnImpossibleSize) {
-  for (const auto& [num_parts, batch, name] :
-       {std::tuple(-1, std::int64_t{2}, "num_parts"), std::tuple(2, std::int64_t{-1}, "batch"),
-        std::tuple(2, std::int64_t{1} << 31, "batch")}) {
-    const Error error = error_of([&] { Plan(num_parts, batch); });
+  struct Size {
+    std::int32_t num_parts;
+    std::int64_t batch;
+    const char* wrong;
+  };
+  for (const Size& size :
+       {Size{-1, 2, "num_parts"}, Size{2, -1, "batch"}, Size{2, std::int64_t{1} << 31, "batch"}}) {
+    const Error error = error_of([&] { Plan(size.num_parts, size.batch); });
     EXPECT_EQ(error.code(), StatusCode::kInvalidArgument);
-    EXPECT_EQ(std::string(error.what()).find(name), 0u) << error.what();
+    EXPECT_EQ(std::string(error.what()).find(size.wrong), 0u) << error.what();
   }
 }
 
