@@ -356,8 +356,8 @@ TEST_F(Amx, RowsDoNotDependOnTheirNeighbours) {
   }
 }
 
-// Threads that share the query rows of a part decide which of them are rescaled before the values
-// of the block before are in the sums, and which after.
+// Threads that share the query rows of a part must not decide which of them are rescaled before the
+// values of the block before are in the sums, and which after.
 TEST_F(Amx, RaisedReferencesGiveTheSameBitsWithAnyThreads) {
   for (const std::int64_t heads : {17, 40, 48, 128}) {
     for (std::uint64_t seed = 0; seed < 20; ++seed) {
