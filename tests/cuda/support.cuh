@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <cstdint>
 #include <cstdio>
@@ -211,22 +212,56 @@ __global__ void poison_shared_memory() {
 }
 
 struct Case {
+  std::string label;  // first word of the name: what the case is there for
   std::string name;
   DType dtype = DType::kBFloat16;
   std::int32_t head_dim = 576;
   std::vector<std::int32_t> lengths;
   std::int32_t seq_len_q = 1, num_heads_q = 128, num_heads_k = 1, page_size = 64;
   bool causal = false;
-  bool visible_lens = false;   // random ones
-  bool strided = false;        // padding between tokens, heads and rows
+  bool visible_lens = false;   // random ones, among them nothing, all, and ends of blocks
+  std::int32_t gap = 0;        // elements before q and k_cache and after each step: 8 or 0
+  std::int32_t out_gap = 0;    // the same of out, any number
+  std::int32_t out_shift = 0;  // elements from a multiple of 256 bytes to out
+  bool permuted = false;       // q, k_cache, out and lse: their dimensions in another order
+  bool spread = false;         // the same of the int32 tensors, and gaps there and in lse
+  bool expanded = false;       // rows have one query and one length, key/value heads one cache
+  bool loose = false;          // strides that are never stepped along are odd and huge
+  bool no_pages = false;       // a cache without pages, for rows without tokens
   bool tight = false;          // no column of the table that no row uses
   bool apart = false;          // see set_apart(); bf16
   float q_scale = 1.0f;        // standard deviation of q: larger is peakier
   float softmax_scale = 0.0f;  // 0: head_dim ** -0.5
   std::int32_t num_parts = 0;  // 0: as many as suit the device
-  std::string plan = "own";    // own | one | stale | random | reversed | padded
+  std::string plan = "own";    // own, or one that Instance::make_plan() writes by hand
   std::string kernel;
 };
+
+// Elements before and after results, which nobody may write; whole units of 256 bytes.
+inline constexpr std::int64_t kMargin = 128;
+
+// What stands in int32 tensors between their elements.
+inline constexpr std::int32_t kBetween = 2147480000;
+
+struct Dimension {
+  std::int64_t extent;
+  std::int64_t* stride;
+};
+
+// Strides, for dimensions of which the innermost comes first and steps over `row` elements, with
+// `gap` elements after each step. Permuted: the second is the innermost, the first the outermost.
+// Returns how many elements all of them span.
+template <std::size_t kRank>
+std::int64_t lay_out(std::int64_t row, std::int64_t gap, std::array<Dimension, kRank> dimensions,
+                     bool permuted) {
+  if (permuted) std::rotate(dimensions.begin(), dimensions.begin() + 1, dimensions.end());
+  std::int64_t span = row + gap;
+  for (const Dimension& dimension : dimensions) {
+    *dimension.stride = span;
+    span = span * dimension.extent + gap;
+  }
+  return span;
+}
 
 inline const select::KernelRow& select_kernel(const Problem& problem, std::string_view forced) {
   const Result<std::int32_t> capability = cuda::compute_capability(problem.device.index);
@@ -242,75 +277,139 @@ inline const select::KernelRow& select_kernel(const Problem& problem, std::strin
 struct Instance {
   Case spec;
   Problem problem;
+  std::int64_t out_begin = 0;   // of the results within `out`; lse begins at kMargin
+  std::int64_t plan_pitch = 0;  // int32 from one row of the plan to the next
   DeviceArray<std::uint16_t> q, cache, out;
   DeviceArray<float> lse;
   DeviceArray<std::int32_t> table, lengths, visible, plan_rows, num_splits;
   DeviceArray<std::uint8_t> workspace;
 
-  // Rows of the plan that a test wrote by hand; the library's own for "own".
+  // Writes the plan that the case asks for:
+  //   own       the library's
+  //   one       one part, which ends past the batch
+  //   stale     one part, made when the last row had a block less, which is thus left alone
+  //   padded    made for one row fewer, which is thus left alone; other parts have no work
+  //   random    cuts anywhere between blocks
+  //   reversed  the same, the last part first
+  //   shrunk    the same, made when every row had three blocks more
+  //   shares    every row in as many shares as there are parts for it
   void make_plan(std::mt19937& random);
-  void launch(cudaStream_t stream = nullptr) {
-    require(cuda::decode(problem, select_kernel(problem, spec.kernel), workspace.data(), stream));
+  Status enqueue(cudaStream_t stream = nullptr) const {
+    return cuda::decode(problem, select_kernel(problem, spec.kernel), workspace.data(), stream);
   }
+  void launch(cudaStream_t stream = nullptr) const { require(enqueue(stream)); }
+
+ private:
+  void make_own_plan();
+  // Writes field f of part p to fields_of(p)[f].
+  template <class FieldsOf>
+  void cut_anywhere(std::mt19937& random, const FieldsOf& fields_of) const;
 };
 
+inline void Instance::make_own_plan() {
+  DeviceArray<std::int32_t> rows(static_cast<std::size_t>(problem.num_parts) * kPlanRowFields);
+  PlanProblem plan{};
+  plan.batch = problem.batch;
+  plan.num_heads_per_head_k = problem.query_rows();
+  plan.cache_seqlens = problem.cache_seqlens;
+  plan.cache_seqlens_stride = problem.cache_seqlens_stride;
+  plan.plan_rows = rows.data();
+  plan.num_parts = problem.num_parts;
+  plan.num_splits = num_splits.data();
+  require(cuda::plan(plan, nullptr));
+  constexpr std::size_t kBytes = kPlanRowFields * sizeof(std::int32_t);
+  FLASHMLA_CUDA_REQUIRE(cudaMemcpy2D(plan_rows.data(), plan_pitch * sizeof(std::int32_t),
+                                     rows.data(), kBytes, kBytes, problem.num_parts,
+                                     cudaMemcpyDeviceToDevice));
+}
+
+template <class FieldsOf>
+void Instance::cut_anywhere(std::mt19937& random, const FieldsOf& fields_of) const {
+  struct Place {
+    std::int32_t row, block;
+  };
+  const bool shrunk = spec.plan == "shrunk";
+  const auto blocks_of = [&](std::int32_t row) {
+    return schedule::blocks_of_length(spec.lengths[row]);
+  };
+  std::vector<Place> blocks;
+  for (std::int32_t row = 0; row < problem.batch; ++row) {
+    const std::int32_t count = blocks_of(row) + (shrunk ? 3 : 0);
+    for (std::int32_t b = 0; b < std::max(count, 1); ++b) blocks.push_back({row, b});
+  }
+  std::vector<std::size_t> cuts{0, blocks.size()};
+  for (std::int32_t part = 1; part < problem.num_parts; ++part) {
+    cuts.push_back(random() % (blocks.size() + 1));
+  }
+  std::sort(cuts.begin(), cuts.end());
+  for (std::int32_t part = 0; part < problem.num_parts; ++part) {
+    std::int32_t* fields = fields_of(spec.plan == "reversed" ? problem.num_parts - 1 - part : part);
+    if (cuts[part] == cuts[part + 1]) {
+      fields[0] = -1;
+      continue;
+    }
+    const Place begin = blocks[cuts[part]], last = blocks[cuts[part + 1] - 1];
+    fields[0] = begin.row;
+    fields[1] = begin.block;
+    fields[2] = last.row;
+    fields[3] = last.block + 1;
+    if (shrunk) continue;
+    // The same places as others may put them: the start of a row as the end of the one before, its
+    // end as a block past it or as the start of the one after.
+    if (begin.block == 0 && begin.row > 0 && random() % 2 == 0) {
+      fields[0] = begin.row - 1;
+      fields[1] = blocks_of(begin.row - 1);
+    }
+    const std::int32_t end = std::min(fields[3], blocks_of(last.row));
+    fields[3] = end;
+    const std::uint32_t choice = random() % 3;
+    if (end == blocks_of(last.row) && choice == 1) fields[3] = INT32_MAX;
+    if (end == blocks_of(last.row) && choice == 2) {
+      fields[2] = last.row + 1;
+      fields[3] = 0;
+    }
+  }
+}
+
 inline void Instance::make_plan(std::mt19937& random) {
-  const std::int32_t batch = problem.batch;
   if (spec.plan == "own") {
-    PlanProblem plan{};
-    plan.batch = batch;
-    plan.num_heads_per_head_k = problem.query_rows();
-    plan.cache_seqlens = problem.cache_seqlens;
-    plan.cache_seqlens_stride = problem.cache_seqlens_stride;
-    plan.plan_rows = plan_rows.data();
-    plan.num_parts = problem.num_parts;
-    plan.num_splits = num_splits.data();
-    require(cuda::plan(plan, nullptr));
+    make_own_plan();
     return;
   }
-  std::vector<std::int32_t> rows(static_cast<std::size_t>(problem.num_parts) * kPlanRowFields, 0);
+  const std::int32_t batch = problem.batch, parts = problem.num_parts;
+  std::vector<std::int32_t> rows(plan_rows.size(), kBetween);
+  const auto fields_of = [&](std::int32_t part) { return rows.data() + part * plan_pitch; };
+  for (std::int32_t part = 0; part < parts; ++part) {
+    std::fill_n(fields_of(part), kPlanRowFields, 0);
+  }
   if (spec.plan == "one") {
-    rows[2] = batch + 3;  // past the end
-    rows[3] = 7;
+    fields_of(0)[2] = batch + 3;
+    fields_of(0)[3] = 7;
   } else if (spec.plan == "stale") {
-    // One part, made when the last row had a block less.
-    rows[2] = batch - 1;
-    rows[3] = schedule::blocks_of_length(spec.lengths.back()) - 1;
+    fields_of(0)[2] = batch - 1;
+    fields_of(0)[3] = schedule::blocks_of_length(spec.lengths.back()) - 1;
   } else if (spec.plan == "padded") {
-    // Made for one row fewer: the last row is walked by nobody.
-    rows[2] = batch - 2;
-    rows[3] = 1 << 20;
-    for (std::int32_t part = 1; part < problem.num_parts; ++part) {
-      rows[part * kPlanRowFields] = part % 2 == 0 ? -1 : batch;
+    fields_of(0)[2] = batch - 2;
+    fields_of(0)[3] = 1 << 20;
+    for (std::int32_t part = 1; part < parts; ++part) {
+      fields_of(part)[0] = part % 2 == 0 ? -1 : batch + part;
+      fields_of(part)[2] = part % 4 == 1 ? batch + part + 1 : 0;
+      fields_of(part)[3] = part % 4 == 1 ? 5 : 0;
+    }
+  } else if (spec.plan == "shares") {
+    const std::int32_t shares = parts / batch;
+    for (std::int32_t part = 0; part < parts; ++part) {
+      const std::int32_t row = part / shares, share = part % shares;
+      std::int32_t* fields = fields_of(part);
+      fields[0] = row < batch ? row : -1;
+      if (row >= batch) continue;
+      const std::int32_t blocks = schedule::blocks_of_length(spec.lengths[row]);
+      fields[1] = blocks * share / shares;
+      fields[2] = row;
+      fields[3] = share + 1 == shares ? INT32_MAX : blocks * (share + 1) / shares;
     }
   } else {
-    // Random cuts between blocks.
-    struct Place {
-      std::int32_t row, block;
-    };
-    std::vector<Place> blocks;
-    for (std::int32_t row = 0; row < batch; ++row) {
-      const std::int32_t count = schedule::blocks_of_length(spec.lengths[row]);
-      for (std::int32_t b = 0; b < std::max(count, 1); ++b) blocks.push_back({row, b});
-    }
-    std::vector<std::size_t> cuts{0, blocks.size()};
-    for (std::int32_t part = 1; part < problem.num_parts; ++part) {
-      cuts.push_back(random() % (blocks.size() + 1));
-    }
-    std::sort(cuts.begin(), cuts.end());
-    for (std::int32_t part = 0; part < problem.num_parts; ++part) {
-      const std::int32_t place = spec.plan == "reversed" ? problem.num_parts - 1 - part : part;
-      std::int32_t* fields = rows.data() + static_cast<std::size_t>(place) * kPlanRowFields;
-      if (cuts[part] == cuts[part + 1]) {
-        fields[0] = -1;
-        continue;
-      }
-      const Place begin = blocks[cuts[part]], last = blocks[cuts[part + 1] - 1];
-      fields[0] = begin.row;
-      fields[1] = begin.block;
-      fields[2] = last.row;
-      fields[3] = std::min(last.block + 1, schedule::blocks_of_length(spec.lengths[last.row]));
-    }
+    cut_anywhere(random, fields_of);
   }
   plan_rows.upload(rows);
   num_splits.fill(0);
@@ -354,63 +453,95 @@ inline Instance make_instance(const Case& spec, std::uint32_t seed, bool hostile
   for (std::int64_t i = 0; i < pages; ++i) ids[i] = static_cast<std::int32_t>(i);
   std::shuffle(ids.begin(), ids.end(), random);
   const std::int32_t garbage[] = {-1, 2147480000, static_cast<std::int32_t>(pages), -2147483648};
-  std::vector<std::int32_t> table(static_cast<std::size_t>(p.batch) * most_pages);
+  const std::int64_t int_gap = spec.spread ? 1 : 0;
+  std::vector<std::int32_t> table(
+      lay_out(1, int_gap,
+              std::array{Dimension{most_pages, &p.block_table_page_stride},
+                         Dimension{p.batch, &p.block_table_batch_stride}},
+              spec.spread),
+      kBetween);
   std::size_t next = 0;
   for (std::int32_t row = 0; row < p.batch; ++row) {
     const std::int32_t count = (spec.lengths[row] + p.page_size - 1) / p.page_size;
     for (std::int32_t i = 0; i < most_pages; ++i) {
       const bool good = i < count && !(hostile && random() % 2 == 0);
-      table[static_cast<std::size_t>(row) * most_pages + i] =
+      table[row * p.block_table_batch_stride + i * p.block_table_page_stride] =
           good ? ids[next++ % ids.size()] : garbage[random() % 4];
     }
   }
   instance.table = DeviceArray<std::int32_t>(table);
-  instance.lengths = DeviceArray<std::int32_t>(spec.lengths);
   p.block_table = instance.table.data();
-  p.block_table_batch_stride = most_pages;
-  p.block_table_page_stride = 1;
+
+  std::vector<std::int32_t> lengths(
+      lay_out(1, int_gap, std::array{Dimension{p.batch, &p.cache_seqlens_stride}}, false),
+      kBetween);
+  for (std::int32_t row = 0; row < p.batch; ++row) {
+    lengths[row * p.cache_seqlens_stride] = spec.lengths[row];
+  }
+  instance.lengths = DeviceArray<std::int32_t>(lengths);
   p.cache_seqlens = instance.lengths.data();
-  p.cache_seqlens_stride = 1;
+
   if (spec.visible_lens) {
-    std::vector<std::int32_t> visible;
-    for (const std::int32_t length : spec.lengths) {
-      std::vector<std::int32_t> row(p.seq_len_q);
-      for (std::int32_t& v : row) v = static_cast<std::int32_t>(random() % (length + 1));
-      std::sort(row.begin(), row.end());
-      visible.insert(visible.end(), row.begin(), row.end());
+    std::vector<std::int32_t> visible(
+        lay_out(1, int_gap,
+                std::array{Dimension{p.seq_len_q, &p.visible_lens_token_stride},
+                           Dimension{p.batch, &p.visible_lens_batch_stride}},
+                spec.spread),
+        kBetween);
+    for (std::int32_t row = 0; row < p.batch; ++row) {
+      const std::int32_t length = spec.lengths[row];
+      std::vector<std::int32_t> of_row(p.seq_len_q);
+      for (std::int32_t& v : of_row) {
+        const std::int32_t any = static_cast<std::int32_t>(random() % (length + 1));
+        const std::int32_t edges[] = {0, length, any / kBlockTokens * kBlockTokens};
+        const std::uint32_t choice = random() % 8;
+        v = choice < 3 ? edges[choice] : any;
+      }
+      std::sort(of_row.begin(), of_row.end());
+      for (std::int32_t t = 0; t < p.seq_len_q; ++t) {
+        visible[row * p.visible_lens_batch_stride + t * p.visible_lens_token_stride] = of_row[t];
+      }
     }
     instance.visible = DeviceArray<std::int32_t>(visible);
     p.visible_lens = instance.visible.data();
-    p.visible_lens_batch_stride = p.seq_len_q;
-    p.visible_lens_token_stride = 1;
   }
 
-  const std::int64_t pad = spec.strided ? 64 : 0;
-  p.q_head_stride = p.head_dim + pad;
-  p.q_token_stride = p.num_heads_q * p.q_head_stride + pad;
-  p.q_batch_stride = p.seq_len_q * p.q_token_stride + 3 * pad;
-  p.k_head_stride = p.head_dim + pad;
-  p.k_token_stride = p.num_heads_k * p.k_head_stride + pad;
-  p.k_block_stride = p.page_size * p.k_token_stride + 5 * pad;
-  // Gaps after the rows of out, which are then aligned to 16 bytes or not.
-  const std::int64_t out_pad = !spec.strided ? 0 : spec.page_size == 64 ? 8 : 3;
-  p.out_head_stride = p.head_dim_v + out_pad;
-  p.out_token_stride = p.num_heads_q * p.out_head_stride;
-  p.out_batch_stride = p.seq_len_q * p.out_token_stride + out_pad;
-  p.lse_token_stride = 1;
-  p.lse_head_stride = p.seq_len_q;
-  p.lse_batch_stride = static_cast<std::int64_t>(p.num_heads_q) * p.seq_len_q;
-  instance.q = DeviceArray<std::uint16_t>(std::max<std::int64_t>(1, p.batch * p.q_batch_stride));
-  instance.cache = DeviceArray<std::uint16_t>(pages * p.k_block_stride);
-  instance.out =
-      DeviceArray<std::uint16_t>(std::max<std::int64_t>(1, p.batch * p.out_batch_stride));
-  instance.lse = DeviceArray<float>(std::max<std::int64_t>(1, p.batch * p.lse_batch_stride));
-  p.q = instance.q.data();
-  p.k_cache = instance.cache.data();
-  p.out = instance.out.data();
-  p.lse = instance.lse.data();
+  const std::int64_t q_size = lay_out(
+      p.head_dim, spec.gap,
+      std::array{Dimension{p.num_heads_q, &p.q_head_stride},
+                 Dimension{p.seq_len_q, &p.q_token_stride}, Dimension{p.batch, &p.q_batch_stride}},
+      spec.permuted);
+  const std::int64_t cache_size = lay_out(
+      p.head_dim, spec.gap,
+      std::array{Dimension{p.num_heads_k, &p.k_head_stride},
+                 Dimension{p.page_size, &p.k_token_stride}, Dimension{pages, &p.k_block_stride}},
+      spec.permuted);
+  const std::int64_t out_size = lay_out(p.head_dim_v, spec.out_gap,
+                                        std::array{Dimension{p.num_heads_q, &p.out_head_stride},
+                                                   Dimension{p.seq_len_q, &p.out_token_stride},
+                                                   Dimension{p.batch, &p.out_batch_stride}},
+                                        spec.permuted);
+  const std::int64_t lse_size = lay_out(1, int_gap,
+                                        std::array{Dimension{p.seq_len_q, &p.lse_token_stride},
+                                                   Dimension{p.num_heads_q, &p.lse_head_stride},
+                                                   Dimension{p.batch, &p.lse_batch_stride}},
+                                        spec.permuted);
+  instance.out_begin = kMargin + spec.out_shift;
+  instance.q = DeviceArray<std::uint16_t>(spec.gap + q_size);
+  instance.cache = DeviceArray<std::uint16_t>(spec.gap + cache_size);
+  instance.out = DeviceArray<std::uint16_t>(instance.out_begin + out_size + kMargin);
+  instance.lse = DeviceArray<float>(kMargin + lse_size + kMargin);
+  p.q = instance.q.data() + spec.gap;
+  p.k_cache = instance.cache.data() + spec.gap;
+  p.out = instance.out.data() + instance.out_begin;
+  p.lse = instance.lse.data() + kMargin;
   instance.cache.fill(0xff);  // NaN
   instance.q.fill(0xff);
+  instance.out.fill(0xff);
+  instance.lse.fill(0xff);
+  if (spec.expanded) {
+    p.q_batch_stride = p.k_head_stride = p.cache_seqlens_stride = p.block_table_batch_stride = 0;
+  }
   const dim3 grid(256, std::max(p.batch, 1));
   if (p.dtype == DType::kBFloat16) {
     auto* q = reinterpret_cast<__nv_bfloat16*>(instance.q.data());
@@ -431,14 +562,35 @@ inline Instance make_instance(const Case& spec, std::uint32_t seed, bool hostile
     p.num_parts = parts.value();
   }
   if (spec.plan == "one" || spec.plan == "stale") p.num_parts = 1;
-  instance.plan_rows =
-      DeviceArray<std::int32_t>(static_cast<std::size_t>(p.num_parts) * kPlanRowFields);
+  instance.plan_rows = DeviceArray<std::int32_t>(
+      lay_out(kPlanRowFields, 3 * int_gap, std::array{Dimension{p.num_parts, &instance.plan_pitch}},
+              false));
   instance.num_splits = DeviceArray<std::int32_t>(p.batch + 1);
   p.plan_rows = instance.plan_rows.data();
-  p.plan_row_stride = kPlanRowFields;
+  p.plan_row_stride = instance.plan_pitch;
   p.num_splits = instance.num_splits.data();
   p.num_splits_stride = 1;
   instance.make_plan(random);
+  if (spec.loose) {
+    for (const Dimension& dimension :
+         {Dimension{p.batch, &p.q_batch_stride}, Dimension{p.seq_len_q, &p.q_token_stride},
+          Dimension{p.num_heads_q, &p.q_head_stride}, Dimension{p.num_blocks, &p.k_block_stride},
+          Dimension{p.page_size, &p.k_token_stride}, Dimension{p.num_heads_k, &p.k_head_stride},
+          Dimension{p.batch, &p.out_batch_stride}, Dimension{p.seq_len_q, &p.out_token_stride},
+          Dimension{p.num_heads_q, &p.out_head_stride}, Dimension{p.batch, &p.lse_batch_stride},
+          Dimension{p.num_heads_q, &p.lse_head_stride}, Dimension{p.seq_len_q, &p.lse_token_stride},
+          Dimension{p.batch, &p.block_table_batch_stride},
+          Dimension{p.max_pages_per_row, &p.block_table_page_stride},
+          Dimension{p.batch, &p.cache_seqlens_stride},
+          Dimension{p.num_parts, &p.plan_row_stride}}) {
+      if (dimension.extent == 1) *dimension.stride = (std::int64_t{1} << 41) + 1;
+    }
+  }
+  if (spec.no_pages) {
+    p.k_cache = nullptr;
+    p.block_table = nullptr;
+    p.num_blocks = p.max_pages_per_row = 0;
+  }
   instance.workspace = DeviceArray<std::uint8_t>(cuda::workspace_bytes(p));
   FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
   return instance;
@@ -497,8 +649,8 @@ inline Errors compare_with_reference(const Instance& instance, std::int32_t rows
         const std::int64_t query = (row * p.seq_len_q + t) * p.num_heads_q + h;
         double of_query_row[2] = {};
         for (std::int64_t c = 0; c < p.head_dim_v; ++c) {
-          const double got = to_float(got_out[row * p.out_batch_stride + t * p.out_token_stride +
-                                              h * p.out_head_stride + c],
+          const double got = to_float(got_out[instance.out_begin + row * p.out_batch_stride +
+                                              t * p.out_token_stride + h * p.out_head_stride + c],
                                       p.dtype);
           const double want = want_out[query * p.head_dim_v + c];
           if (!std::isfinite(got)) errors.has_bad_values = true;
@@ -512,7 +664,7 @@ inline Errors compare_with_reference(const Instance& instance, std::int32_t rows
               std::max(errors.worst_query_row, std::sqrt(of_query_row[0] / of_query_row[1]));
         }
         const std::int64_t place =
-            row * p.lse_batch_stride + h * p.lse_head_stride + t * p.lse_token_stride;
+            kMargin + row * p.lse_batch_stride + h * p.lse_head_stride + t * p.lse_token_stride;
         const double want = want_lse[(row * p.num_heads_q + h) * p.seq_len_q + t];
         if (std::isinf(want) || !std::isfinite(got_lse[place])) {
           if (static_cast<double>(got_lse[place]) != want) errors.has_bad_values = true;
