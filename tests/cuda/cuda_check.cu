@@ -3,7 +3,10 @@
 // Exit status 0: there were checks, and every one passed.
 #include <cinttypes>
 #include <initializer_list>
+#include <limits>
 
+#include "backends/cuda/common/params.cuh"
+#include "backends/cuda/ptx/launch.cuh"
 #include "cuda/support.cuh"
 #include "tuning/plan.hpp"
 
@@ -829,6 +832,246 @@ void check_large_cache() {
   }
 }
 
+// Strides of which a few steps do not fit in 32 bits, of all that kernels step along themselves.
+void check_large_strides() {
+  constexpr std::int64_t kFar = (std::int64_t{1} << 31) + 64;
+  constexpr std::int64_t kFarPage = (std::int64_t{1} << 29) + 16;  // four steps
+  const std::int64_t q_row = 128 * 576, out_row = 128 * 512, lse_row = 128, last_page = 4;
+  DeviceArray<std::uint16_t> q(kFar + q_row), out(kFar + out_row);
+  DeviceArray<float> lse(kFar + lse_row);
+  DeviceArray<std::int32_t> lengths(kFar + 1), table(last_page * kFarPage + 2);
+  for (const int heads : {16, 32, 128}) {
+    for (const char* plan : {"one", "shares"}) {
+      Case spec;
+      spec.lengths = {257, 130};
+      spec.num_heads_q = heads;
+      spec.plan = plan;
+      spec.num_parts = 4;
+      spec.tight = true;
+      Instance instance = make_instance(spec, 23);
+      instance.launch();
+      const Problem near = instance.problem;
+      Problem far = near;
+      far.q = q.data();
+      far.out = out.data();
+      far.lse = lse.data();
+      far.cache_seqlens = lengths.data();
+      far.block_table = table.data();
+      far.q_batch_stride = far.out_batch_stride = far.lse_batch_stride = kFar;
+      far.cache_seqlens_stride = kFar;
+      far.block_table_page_stride = kFarPage;
+      far.block_table_batch_stride = 1;
+      const auto copy = [](auto* to, const auto* from, std::int64_t count) {
+        FLASHMLA_CUDA_REQUIRE(cudaMemcpy(to, from, count * sizeof(*to), cudaMemcpyDeviceToDevice));
+      };
+      for (std::int64_t row = 0; row < 2; ++row) {
+        copy(q.data() + row * kFar, instance.q.data() + row * near.q_batch_stride,
+             near.q_batch_stride);
+        copy(lengths.data() + row * kFar, instance.lengths.data() + row, 1);
+        for (std::int64_t page = 0; page < near.max_pages_per_row; ++page) {
+          copy(table.data() + page * kFarPage + row,
+               instance.table.data() + row * near.block_table_batch_stride + page, 1);
+        }
+        FLASHMLA_CUDA_REQUIRE(cudaMemset(out.data() + row * kFar, 0xff, out_row * 2));
+        FLASHMLA_CUDA_REQUIRE(cudaMemset(lse.data() + row * kFar, 0xff, lse_row * 4));
+      }
+      require(cuda::decode(far, select_kernel(far, {}), instance.workspace.data(), nullptr));
+      FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+      // Where the compact results lie, for one comparison.
+      DeviceArray<std::uint16_t> got_out(instance.out.size());
+      DeviceArray<float> got_lse(instance.lse.size());
+      got_out.fill(0xff);
+      got_lse.fill(0xff);
+      for (std::int64_t row = 0; row < 2; ++row) {
+        copy(got_out.data() + instance.out_begin + row * near.out_batch_stride,
+             out.data() + row * kFar, near.out_batch_stride);
+        copy(got_lse.data() + kMargin + row * near.lse_batch_stride, lse.data() + row * kFar,
+             near.lse_batch_stride);
+      }
+      report("strides past 2^31 elements, h" + std::to_string(heads) + " " + plan,
+             got_out.download() == instance.out.download() &&
+                 same_bits(got_lse.download(), instance.lse.download()),
+             "");
+    }
+  }
+}
+
+// What write_late() writes.
+struct LateWrites {
+  static constexpr int kTensors = 6;
+  struct {
+    std::uint32_t* to;
+    const std::uint32_t* from;
+    std::size_t words;
+  } tensors[kTensors];
+};
+
+// Lets the next grid begin at once, and writes what that one reads long after.
+__global__ void write_late(const __grid_constant__ LateWrites writes) {
+  constexpr long long kCycles = 500000;
+  cuda::ptx::allow_next_grid();
+  const long long begin = clock64();
+  while (clock64() - begin < kCycles) {
+  }
+  for (const auto& tensor : writes.tensors) {
+    for (std::size_t i = threadIdx.x; i < tensor.words; i += blockDim.x) {
+      tensor.to[i] = tensor.from[i];
+    }
+  }
+}
+
+// Attention begins while the grid before it still writes all that it reads: nothing that it finds
+// there too early may reach a result.
+void check_late_writes() {
+  cudaStream_t stream;
+  FLASHMLA_CUDA_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  for (const int heads : {8, 16, 64}) {
+    Case spec;
+    spec.lengths = {300, 65, 700, 0, 130};
+    spec.num_heads_q = heads;
+    spec.seq_len_q = 2;
+    spec.visible_lens = true;
+    spec.plan = "random";
+    spec.num_parts = 9;
+    Instance instance = make_instance(spec, 31);
+    instance.launch();
+    FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+    const std::vector<std::uint16_t> want_out = instance.out.download();
+    const std::vector<float> want_lse = instance.lse.download();
+    Case other = spec;  // tensors as large, of other contents
+    std::rotate(other.lengths.begin(), other.lengths.begin() + 2, other.lengths.end());
+    const Instance before = make_instance(other, 32);
+
+    LateWrites writes{};
+    std::vector<DeviceArray<std::uint32_t>> right;
+    int count = 0;
+    const auto add_tensor = [&](const auto& tensor) {
+      const std::size_t words = tensor.size() * sizeof(*tensor.data()) / sizeof(std::uint32_t);
+      right.emplace_back(words);
+      FLASHMLA_CUDA_REQUIRE(
+          cudaMemcpy(right.back().data(), tensor.data(), 4 * words, cudaMemcpyDeviceToDevice));
+      writes.tensors[count++] = {reinterpret_cast<std::uint32_t*>(tensor.data()),
+                                 right.back().data(), words};
+    };
+    add_tensor(instance.plan_rows);
+    add_tensor(instance.lengths);
+    add_tensor(instance.table);
+    add_tensor(instance.visible);
+    add_tensor(instance.q);
+    add_tensor(instance.cache);
+    const void* const others[] = {before.plan_rows.data(), before.lengths.data(),
+                                  before.table.data(),     before.visible.data(),
+                                  before.q.data(),         before.cache.data()};
+
+    // What is found too early: other tensors, all of them or one, or the same byte everywhere.
+    bool ok = true;
+    constexpr int kAll = (1 << LateWrites::kTensors) - 1;
+    const auto check = [&](int spoilt, int byte) {
+      for (int round = 0; round < 3; ++round) {
+        for (int i = 0; i < LateWrites::kTensors; ++i) {
+          if ((spoilt >> i & 1) == 0) continue;
+          auto& [to, from, words] = writes.tensors[i];
+          FLASHMLA_CUDA_REQUIRE(
+              byte >= 0 ? cudaMemset(to, byte, 4 * words)
+                        : cudaMemcpy(to, others[i], 4 * words, cudaMemcpyDeviceToDevice));
+        }
+        instance.out.fill(0xff);
+        instance.lse.fill(0xff);
+        poison_workspace(instance, kNoMark, false);
+        FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+        write_late<<<1, 512, 0, stream>>>(writes);
+        instance.launch(stream);
+        FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+        ok = ok && instance.out.download() == want_out &&
+             same_bits(instance.lse.download(), want_lse);
+      }
+    };
+    check(kAll, -1);
+    for (int i = 0; i < LateWrites::kTensors; ++i) check(1 << i, -1);
+    for (const int byte : {0x00, 0x7f, 0xff}) check(kAll, byte);
+    report("inputs written late, h" + std::to_string(heads), ok, "");
+  }
+  cudaStreamDestroy(stream);
+}
+
+// Calls that follow one another at once, in one workspace.
+void check_succession() {
+  constexpr struct {
+    int first, second;
+  } kHeads[] = {{16, 16}, {32, 32}, {128, 128}, {16, 128}, {128, 32}};
+  cudaStream_t stream;
+  FLASHMLA_CUDA_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  for (const auto& [first, second] : kHeads) {
+    Case spec;
+    spec.lengths = {300, 65, 700, 0, 130};
+    spec.num_heads_q = first;
+    spec.plan = "random";
+    spec.num_parts = 13;
+    const Instance a = make_instance(spec, 41);
+    spec.lengths = {1000, 0, 400};
+    spec.num_heads_q = second;
+    const Instance b = make_instance(spec, 42);
+    a.launch();
+    b.launch();
+    FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+    const std::vector<std::uint16_t> want_a = a.out.download(), want_b = b.out.download();
+    const std::vector<float> want_lse_a = a.lse.download(), want_lse_b = b.lse.download();
+    const DeviceArray<std::uint8_t> workspace(std::max(a.workspace.size(), b.workspace.size()));
+    bool ok = true;
+    for (int round = 0; round < 20; ++round) {
+      for (const Instance* instance : {&a, &b}) {
+        instance->out.fill(0xff);
+        instance->lse.fill(0xff);
+      }
+      workspace.fill(kNoMark);
+      FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+      for (int i = 0; i < 4; ++i) {
+        for (const Instance* instance : {&a, &b}) {
+          require(cuda::decode(instance->problem, select_kernel(instance->problem, {}),
+                               workspace.data(), stream));
+        }
+      }
+      FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+      ok = ok && a.out.download() == want_a && b.out.download() == want_b &&
+           same_bits(a.lse.download(), want_lse_a) && same_bits(b.lse.download(), want_lse_b);
+    }
+    report("in succession, h" + std::to_string(first) + " and h" + std::to_string(second), ok, "");
+  }
+  cudaStreamDestroy(stream);
+}
+
+__global__ void divide(cuda::Divisor divisor, std::int32_t* numbers, int count) {
+  for (int i = threadIdx.x; i < count; i += blockDim.x) numbers[i] = divisor.quotient(numbers[i]);
+}
+
+// The division that is a multiplication, where its error is largest.
+void check_divisor() {
+  constexpr std::int32_t kMost = std::numeric_limits<std::int32_t>::max();
+  std::mt19937 random(9);
+  std::vector<std::int32_t> divisors = {1, 2, 3, 5, 7, 48, 63, 64, 65, 100, 784, kMost - 1, kMost};
+  for (int bits = 8; bits < 31; ++bits) {
+    for (int around = -1; around <= 1; ++around) divisors.push_back((1 << bits) + around);
+    divisors.push_back(1 + static_cast<std::int32_t>(random() % (1u << bits)));
+  }
+  bool ok = true;
+  for (const std::int32_t divisor : divisors) {
+    std::vector<std::int32_t> numbers = {0, 1, divisor - 1, divisor, kMost - 1, kMost};
+    const std::int32_t largest = kMost / divisor;  // quotient
+    for (int i = 0; i < 500; ++i) {
+      const std::int32_t quotient =
+          i < 250 ? std::max(1, largest - i) : 1 + static_cast<std::int32_t>(random() % largest);
+      numbers.push_back(quotient * divisor);
+      numbers.push_back(quotient * divisor - 1);
+    }
+    DeviceArray<std::int32_t> device(numbers);
+    divide<<<1, 256>>>(cuda::Divisor(divisor), device.data(), static_cast<int>(numbers.size()));
+    FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+    const std::vector<std::int32_t> got = device.download();
+    for (std::size_t i = 0; i < numbers.size(); ++i) ok = ok && got[i] == numbers[i] / divisor;
+  }
+  report("division by multiplication", ok, std::to_string(divisors.size()) + " divisors");
+}
+
 // merge_attention_states on parts of one problem's tokens is what one softmax of all gives. The
 // tensors are permuted and have gaps. `relative`: what rounding to the element type may cost.
 template <class Element>
@@ -944,8 +1187,12 @@ int main(int argc, char** argv) {
       check_merge<__nv_bfloat16>(DType::kBFloat16, 0x1p-8);
       check_merge<__half>(DType::kFloat16, 0x1p-11);
     }
+    if (is_chosen("divisor")) check_divisor();
     if (is_chosen("plans")) check_plans();
     if (is_chosen("large-cache")) check_large_cache();
+    if (is_chosen("large-strides")) check_large_strides();
+    if (is_chosen("late-writes")) check_late_writes();
+    if (is_chosen("succession")) check_succession();
     if (is_chosen("graph")) {
       for (const int heads : {16, 32, 128}) check_graph(heads, 500);
     }
