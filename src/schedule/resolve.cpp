@@ -9,6 +9,8 @@
 namespace flashmla::schedule {
 namespace {
 
+constexpr std::int32_t kNoOwner = -1;
+
 std::int32_t row_blocks(const Problem& problem, std::int32_t row) {
   return blocks_of_length(problem.row_length(row));
 }
@@ -71,45 +73,31 @@ Status left_out(std::int32_t row, std::int32_t begin, std::int32_t end) {
       "cache_seqlens?)");
 }
 
-// Marks of the rows that a part walks whole, one byte a row.
-enum RowMark : std::uint8_t { kNotWhole = 0, kWhole = 1 };
-
-Status mark_whole(const Walk& walk, std::int32_t part, const Problem& problem,
-                  std::uint8_t* marks) {
+// Makes the part the owner of the rows that it walks whole. An empty row has no blocks, so several
+// parts may name it: it stays with the first of them that is read, lest two threads write its
+// results at once.
+Status claim_whole_rows(const Walk& walk, std::int32_t part, const Problem& problem,
+                        std::int32_t* owners) {
   for (std::int32_t row = walk.begin_row; row <= walk.end_row; ++row) {
     if (!share_of_row(problem, walk, row).whole) continue;
-    if (marks[row] == kWhole) return walked_twice(part, row);
-    marks[row] = kWhole;
+    if (owners[row] == kNoOwner) {
+      owners[row] = part;
+    } else if (row_blocks(problem, row) > 0) {
+      return walked_twice(part, row);
+    }
   }
   return {};
 }
 
-// An empty row has no blocks, so parts that meet in it may both name it. It stays with the first of
-// them that is read, lest two threads write its results at once.
-void leave_named_empty_rows(Walk& walk, const Problem& problem, const std::uint8_t* marks) {
-  const auto is_taken = [&](std::int32_t row) {
-    return marks[row] == kWhole && row_blocks(problem, row) == 0;
-  };
-  while (walk.begin_row <= walk.end_row && is_taken(walk.begin_row)) {
-    ++walk.begin_row;
-    walk.begin_block = 0;
-  }
-  while (walk.begin_row <= walk.end_row && is_taken(walk.end_row)) {
-    --walk.end_row;
-    walk.end_block = row_blocks(problem, walk.end_row);
-  }
-  if (walk.begin_row > walk.end_row) walk.begin_row = -1;
-}
-
 // Neighbouring fragments of a row meet, the first begins at block 0 and the last ends the row.
 Status check_coverage(const Problem& problem, std::span<const Fragment> fragments,
-                      const std::uint8_t* marks) {
+                      const std::int32_t* owners) {
   for (std::size_t i = 0; i < fragments.size();) {
     const std::int32_t row = fragments[i].row;
     std::int32_t covered = 0;
     for (; i < fragments.size() && fragments[i].row == row; ++i) {
       const Fragment& fragment = fragments[i];
-      if (marks[row] == kWhole || fragment.block_begin < covered) {
+      if (owners[row] != kNoOwner || fragment.block_begin < covered) {
         return walked_twice(fragment.part, row);
       }
       if (fragment.block_begin > covered) return left_out(row, covered, fragment.block_begin);
@@ -140,14 +128,14 @@ Extent measure(const Problem& problem) {
 std::size_t resolve_bytes(const Problem& problem, std::int64_t num_fragments) {
   return static_cast<std::size_t>(problem.num_parts) * sizeof(Walk) +
          static_cast<std::size_t>(num_fragments) * sizeof(Fragment) +
-         static_cast<std::size_t>(problem.batch);
+         static_cast<std::size_t>(problem.batch) * sizeof(std::int32_t);
 }
 
 Result<Schedule> resolve(const Problem& problem, std::int64_t num_fragments, std::byte* memory) {
   Walk* walks = reinterpret_cast<Walk*>(memory);
   Fragment* fragments = reinterpret_cast<Fragment*>(walks + problem.num_parts);
-  std::uint8_t* marks = reinterpret_cast<std::uint8_t*>(fragments + num_fragments);
-  std::fill_n(marks, problem.batch, std::uint8_t{kNotWhole});
+  std::int32_t* owners = reinterpret_cast<std::int32_t*>(fragments + num_fragments);
+  std::fill_n(owners, problem.batch, kNoOwner);
 
   std::int64_t found = 0;
   const auto add_fragment = [&](const Walk& walk, std::int32_t part, std::int32_t row) {
@@ -168,9 +156,7 @@ Result<Schedule> resolve(const Problem& problem, std::int64_t num_fragments, std
           std::to_string(fields[3]) +
           "); a part must not end before it begins, and blocks count from 0");
     }
-    leave_named_empty_rows(walk, problem, marks);
-    if (walk.begin_row < 0) continue;
-    if (Status status = mark_whole(walk, part, problem, marks); !status.ok()) return status;
+    if (Status status = claim_whole_rows(walk, part, problem, owners); !status.ok()) return status;
     if (!add_fragment(walk, part, walk.begin_row) ||
         (walk.end_row != walk.begin_row && !add_fragment(walk, part, walk.end_row))) {
       return Status::invalid_argument(
@@ -183,13 +169,15 @@ Result<Schedule> resolve(const Problem& problem, std::int64_t num_fragments, std
   std::sort(listed.begin(), listed.end(), [](const Fragment& a, const Fragment& b) {
     return a.row != b.row ? a.row < b.row : a.block_begin < b.block_begin;
   });
-  if (Status status = check_coverage(problem, listed, marks); !status.ok()) return status;
+  if (Status status = check_coverage(problem, listed, owners); !status.ok()) return status;
 
   for (std::int32_t index = 0; index < static_cast<std::int32_t>(found); ++index) {
     Walk& walk = walks[listed[index].part];
     (listed[index].row == walk.begin_row ? walk.begin_fragment : walk.end_fragment) = index;
   }
-  return Schedule{{walks, static_cast<std::size_t>(problem.num_parts)}, listed};
+  return Schedule{{walks, static_cast<std::size_t>(problem.num_parts)},
+                  listed,
+                  {owners, static_cast<std::size_t>(problem.batch)}};
 }
 
 Status check_plan(const Problem& problem) {

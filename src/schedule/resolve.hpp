@@ -38,6 +38,8 @@ struct Walk {
 struct Schedule {
   std::span<const Walk> walks;          // one a part
   std::span<const Fragment> fragments;  // by row, then by block: neighbours of one row are merged
+  // The part that walks a row whole, or -1. Others may name an empty row too: it is not theirs.
+  std::span<const std::int32_t> owners;  // one a batch row
 };
 
 // What a plan asks for, before it is resolved.
@@ -51,8 +53,7 @@ Extent measure(const Problem& problem);
 std::size_t resolve_bytes(const Problem& problem, std::int64_t num_fragments);
 
 // `memory` is 8-byte aligned and at least resolve_bytes() long. Fails, naming part and row, when a
-// part ends before it begins, a block is walked twice, or a row is walked in part only. An empty
-// row that several parts begin or end with is left with one of them.
+// part ends before it begins, a block is walked twice, or a row is walked in part only.
 Result<Schedule> resolve(const Problem& problem, std::int64_t num_fragments, std::byte* memory);
 
 // resolve() for its verdict alone, in memory of its own.

@@ -191,14 +191,14 @@ MUTATIONS = [
     ),
     Mutation(
         "schedule/resolve.cpp",
-        "if (marks[row] == kWhole) return walked_twice(part, row);",
-        "if (marks[row] == kWhole && row < 0) return walked_twice(part, row);",
+        "} else if (row_blocks(problem, row) > 0) {",
+        "} else if (row_blocks(problem, row) > 99) {",
         r"^Resolve\.|/PlanMessage\.",
     ),
     Mutation(
         "schedule/resolve.cpp",
-        "if (marks[row] == kWhole || fragment.block_begin < covered) {",
-        "if ((marks[row] == kWhole && covered > 0) || fragment.block_begin < covered) {",
+        "if (owners[row] != kNoOwner || fragment.block_begin < covered) {",
+        "if ((owners[row] != kNoOwner && covered > 0) || fragment.block_begin < covered) {",
         r"^Resolve\.|/PlanMessage\.",
     ),
     Mutation(

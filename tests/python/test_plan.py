@@ -177,6 +177,16 @@ def test_parts_may_end_where_the_next_begins_though_the_row_is_empty(lens):
     assert all(same_bits(a, b) for a, b in zip(found, attend(inputs, one_part(3)), strict=True))
 
 
+@pytest.mark.parametrize("order", [(0, 1, 2), (2, 1, 0), (1, 2, 0)])
+def test_an_empty_row_may_be_named_inside_the_walk_of_another_part(order):
+    inputs = formula_inputs([65, 0, 0, 130], 4, dims=(96, 64), dtype=torch.float32)
+    # The second names an empty row alone; the third begins where row 0 ends, before the empty rows.
+    rows = [[0, 0, 3, 1, 0, 0, 0, 0], [2, 0, 2, 0, 0, 0, 0, 0], [0, 2, 1, 0, 0, 0, 0, 0]]
+    rows = [rows[part] for part in order] + [[3, 1, 3, 3, 1, 0, 0, 0]]
+    plan = torch.tensor(rows, dtype=torch.int32), torch.zeros(5, dtype=torch.int32)
+    assert within_bounds(inputs, attend(inputs, plan))
+
+
 def test_rows_that_no_part_walks_are_left_alone():
     inputs = formula_inputs([97, 130, 0, 0], 4, dims=(96, 64))
     metadata, num_splits = flashmla.get_mla_metadata(inputs.cache_seqlens[:2], 4, 1)

@@ -49,7 +49,7 @@ TEST_F(Resolve, FragmentsAreOrderedByBlockWhateverTheOrderOfParts) {
                                2,  1, 9, 9, 0, 0, 0, 0,    //
                                0,  0, 0, 3, 0, 0, 0, 0});  //
   ASSERT_TRUE(result.ok()) << result.status().message();
-  const auto& [walks, fragments] = result.value();
+  const auto& [walks, fragments, owners] = result.value();
   ASSERT_EQ(fragments.size(), 4u);
   const std::int32_t expected[4][4] = {{0, 0, 3, 3}, {0, 3, 4, 0}, {2, 0, 1, 0}, {2, 1, 2, 2}};
   for (std::size_t i = 0; i < 4; ++i) {
@@ -65,6 +65,9 @@ TEST_F(Resolve, FragmentsAreOrderedByBlockWhateverTheOrderOfParts) {
   EXPECT_EQ(walks[2].end_row, 2);  // clamped
   EXPECT_EQ(walks[2].end_block, 2);
   EXPECT_EQ(walks[3].begin_fragment, 0);
+  EXPECT_EQ(owners[0], -1);
+  EXPECT_EQ(owners[1], 0);
+  EXPECT_EQ(owners[2], -1);
 }
 
 TEST_F(Resolve, AnEmptyRowInWhichPartsMeetIsWalkedByOneOfThem) {
@@ -77,24 +80,33 @@ TEST_F(Resolve, AnEmptyRowInWhichPartsMeetIsWalkedByOneOfThem) {
     const auto result = resolve(order);
     ASSERT_TRUE(result.ok()) << result.status().message();
     EXPECT_TRUE(result.value().fragments.empty());
-    std::int32_t walked[3] = {};
-    for (const schedule::Walk& walk : result.value().walks) {
-      for (std::int32_t row = walk.begin_row; row >= 0 && row <= walk.end_row; ++row) {
-        const std::int32_t blocks[3] = {4, 0, 2};
-        walked[row] += row != walk.end_row || walk.end_block == blocks[row];
-      }
+    // The owner of a row names it.
+    for (std::int32_t row = 0; row < 3; ++row) {
+      const std::int32_t owner = result.value().owners[static_cast<std::size_t>(row)];
+      ASSERT_GE(owner, 0);
+      const schedule::Walk& walk = result.value().walks[static_cast<std::size_t>(owner)];
+      EXPECT_TRUE(walk.begin_row <= row && row <= walk.end_row);
     }
-    EXPECT_EQ(walked[0], 1);
-    EXPECT_EQ(walked[1], 1);
-    EXPECT_EQ(walked[2], 1);
   }
 }
 
 TEST_F(Resolve, AnEmptyRowNamedByPartsThatHaveNothingElse) {
   const auto result = resolve({1, 0, 1, 0, 0, 0, 0, 0, 1, 0, 1, 9, 0, 0, 0, 0});
   ASSERT_TRUE(result.ok()) << result.status().message();
-  EXPECT_EQ(result.value().walks[0].begin_row, 1);
-  EXPECT_EQ(result.value().walks[1].begin_row, -1);
+  EXPECT_EQ(result.value().owners[0], -1);
+  EXPECT_EQ(result.value().owners[1], 0);
+  EXPECT_EQ(result.value().owners[2], -1);
+}
+
+TEST_F(Resolve, AnEmptyRowNamedInsideAnotherPartsWalk) {
+  const std::vector<std::int32_t> rows[2] = {{0, 0, 2, 2, 0, 0, 0, 0, 1, 0, 1, 0, 0, 0, 0, 0},
+                                             {1, 0, 1, 0, 0, 0, 0, 0, 0, 0, 2, 2, 0, 0, 0, 0}};
+  for (const std::vector<std::int32_t>& order : rows) {
+    const auto result = resolve(order);
+    ASSERT_TRUE(result.ok()) << result.status().message();
+    EXPECT_EQ(result.value().owners[0], result.value().owners[2]);
+    EXPECT_EQ(result.value().owners[1], 0);  // the part that is read first
+  }
 }
 
 TEST_F(Resolve, PartsThatAreAllEmptyLeaveEveryRowAlone) {

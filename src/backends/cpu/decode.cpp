@@ -50,14 +50,13 @@ class ItemWalk {
     task.query_row_begin = static_cast<std::int32_t>(group * items_.rows_per_group);
     task.query_row_end =
         std::min(problem_.query_rows(), task.query_row_begin + items_.rows_per_group);
-    const schedule::Walk& walk =
-        schedule_
-            .walks[static_cast<std::size_t>(item / items_.num_row_groups / items_.num_kv_heads)];
+    const auto part = static_cast<std::int32_t>(item / items_.num_row_groups / items_.num_kv_heads);
+    const schedule::Walk& walk = schedule_.walks[static_cast<std::size_t>(part)];
     if (walk.begin_row < 0 || task.query_row_begin >= task.query_row_end) return;
     const std::int32_t rows = walk.end_row - walk.begin_row + 1;
     while (next_row.load(std::memory_order_relaxed) < rows) {
       const std::int32_t index = next_row.fetch_add(1, std::memory_order_relaxed);
-      if (index < rows) run_row(walk, walk.begin_row + index, task, scratch);
+      if (index < rows) run_row(part, walk.begin_row + index, task, scratch);
     }
   }
 
@@ -70,7 +69,8 @@ class ItemWalk {
                             : length);
   }
 
-  void run_row(const schedule::Walk& walk, std::int32_t row, Task task, std::byte* scratch) const {
+  void run_row(std::int32_t part, std::int32_t row, Task task, std::byte* scratch) const {
+    const schedule::Walk& walk = schedule_.walks[static_cast<std::size_t>(part)];
     const std::int32_t length = problem_.row_length(row);
     const std::int32_t fragment = row == walk.begin_row ? walk.begin_fragment
                                   : row == walk.end_row ? walk.end_fragment
@@ -93,9 +93,8 @@ class ItemWalk {
       kernel_.decode(problem_, task, scratch);
       return;
     }
-    const std::int32_t begin = row == walk.begin_row ? walk.begin_block : 0;
     // No fragment and not whole: the part has nothing of this row.
-    if (begin != 0 || token_end(walk, row) < length) return;
+    if (schedule_.owners[static_cast<std::size_t>(row)] != part) return;
     task.token_begin = 0;
     task.token_end = length;
     kernel_.decode(problem_, task, scratch);
