@@ -42,6 +42,9 @@ def check_tensors(tensors: dict[str, torch.Tensor]) -> None:
             raise RuntimeError(
                 f"{name} has layout {tensor.layout}; it must be torch.strided"
             ) from None
+        if tensor.is_nested or tensor.is_quantized:
+            what = "nested" if tensor.is_nested else "quantized"
+            raise RuntimeError(f"{name} is a {what} tensor; it must be a plain one") from None
     check_devices(tensors)
 
 

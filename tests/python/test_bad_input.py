@@ -212,6 +212,71 @@ def test_a_sparse_tensor_is_named():
         flashmla.flash_mla_with_kvcache(**given)
 
 
+@pytest.mark.filterwarnings("ignore::UserWarning")  # torch would rather have neither
+@pytest.mark.parametrize("kind", ["nested", "quantized"])
+def test_a_tensor_of_many_lengths_or_of_codes_is_named(kind):
+    given = arguments()
+    if kind == "nested":
+        given["q"] = torch.nested.nested_tensor(list(given["q"]))
+    else:
+        given["q"] = torch.quantize_per_tensor(given["q"].float(), 1.0, 0, torch.qint8)
+    for left_out in ((), ("visible_lens", "out", "softmax_lse")):
+        for name in left_out:
+            del given[name]
+        with pytest.raises(RuntimeError, match=f"q is a {kind} tensor; it must be a plain one"):
+            flashmla.flash_mla_with_kvcache(**given)
+
+
+WRONG_ON_META = [
+    ({"q": (2, 4, 576)}, r"q has 3 dimensions; it must have 4: \(batch, seq_len_q"),
+    (
+        {"k_cache": (5, 64, 1, 512)},
+        r"k_cache has shape \(5, 64, 1, 512\); .* \(any, any, any, 576\)",
+    ),
+    ({"k_cache": (5, 64, 3, 576)}, "q has 4 heads; they must be a multiple of the 3 heads"),
+    ({"block_table": (3, 3)}, r"block_table has shape \(3, 3\); it must be .* = \(2, any\)"),
+    ({"cache_seqlens": (1,)}, r"cache_seqlens has shape \(1\); it must be \(batch\) = \(2\)"),
+    ({"tile_scheduler_metadata": (2, 7)}, r"tile_scheduler_metadata has shape \(2, 7\)"),
+    ({"num_splits": (2,)}, r"num_splits has shape \(2\); it must be \(batch \+ 1\) = \(3\)"),
+    ({"visible_lens": (2, 3)}, r"visible_lens has shape \(2, 3\)"),
+    ({"out": (2, 2, 4, 64)}, r"out has shape \(2, 2, 4, 64\); it must be .* = \(2, 2, 4, 512\)"),
+    ({"softmax_lse": (2, 2, 4)}, r"softmax_lse has shape \(2, 2, 4\)"),
+    ({"q": torch.float64}, r"q has dtype torch\.float64; it must be torch\.bfloat16 or"),
+    ({"k_cache": torch.float16}, r"k_cache has dtype torch\.float16; it must be torch\.bfloat16"),
+    ({"block_table": torch.int64}, r"block_table has dtype torch\.int64; it must be torch\.int32"),
+    ({"softmax_lse": torch.float64}, r"softmax_lse has dtype torch\.float64; .* torch\.float32"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), WRONG_ON_META, ids=lambda value: str(value)[:40])
+def test_the_meta_device_refuses_wrong_shapes_and_dtypes(change, message):
+    given = arguments() | {"causal": False, "visible_lens": torch.ones(2, 2, dtype=torch.int32)}
+    given = {
+        name: value.to("meta") if isinstance(value, torch.Tensor) else value
+        for name, value in given.items()
+    }
+    out, _ = flashmla.flash_mla_with_kvcache(**given)
+    assert out.shape == (2, 2, 4, 512)
+    for name, wrong in change.items():
+        if isinstance(wrong, tuple):
+            given[name] = given[name].new_empty(wrong)
+        else:
+            given[name] = given[name].to(wrong)
+    with pytest.raises(RuntimeError, match=message):
+        flashmla.flash_mla_with_kvcache(**given)
+
+
+def test_the_meta_device_refuses_wrong_calls_of_the_plan_and_the_merge():
+    lens = torch.empty(2, dtype=torch.int32, device="meta")
+    with pytest.raises(RuntimeError, match="cache_seqlens has 2 dimensions; it must have 1"):
+        flashmla.get_mla_metadata(lens[None], 16, 1)
+    with pytest.raises(RuntimeError, match=r"cache_seqlens has dtype torch\.int64"):
+        flashmla.get_mla_metadata(lens.long(), 16, 1)
+    outs, lses = torch.empty(3, 2, 1, 4, 64, device="meta"), torch.empty(3, 2, 4, 2, device="meta")
+    with pytest.raises(RuntimeError, match=r"lses has shape \(3, 2, 4, 2\); .* \(3, 2, 4, 1\)"):
+        flashmla.merge_attention_states(outs, lses)
+
+
 @pytest.mark.parametrize("kept", ["out", "softmax_lse"])
 @pytest.mark.parametrize(
     ("change", "message"),
