@@ -14,16 +14,21 @@ namespace {
 constexpr std::size_t kAlignment = 64;
 
 // Groups are as large as the kernel takes, since each reads the cache once more, but where a plan
-// has too few rows to keep the threads busy they are cut smaller, down to what fills a tile.
+// has too few rows to keep the threads busy they are cut smaller, down to what fills a tile. Where
+// every walk is but a share of a row, so that parts have the same queries, groups are of half as
+// many: a thread takes the same one of each part, and finds its queries and scratch in its cache.
 WorkItems work_items(const Problem& problem, const DecodeKernel& kernel, std::int64_t num_row_walks,
-                     std::int32_t num_threads) {
+                     bool only_shares, std::int32_t num_threads) {
   constexpr std::int32_t kLeastRows = 16;
+  constexpr std::int32_t kMostRowsOfShares = 128;
   const std::int32_t rows = problem.query_rows();
+  const std::int32_t most_rows =
+      only_shares ? std::min(kMostRowsOfShares, kernel.max_query_rows) : kernel.max_query_rows;
   const std::int64_t others = std::max<std::int64_t>(1, num_row_walks * problem.num_heads_k);
   // Rounded down: an item more than there are threads would cost a second round.
   const std::int64_t threads_each = std::max<std::int64_t>(1, num_threads / others);
   const std::int32_t groups = std::max(
-      (rows - 1) / kernel.max_query_rows + 1,
+      (rows - 1) / most_rows + 1,
       static_cast<std::int32_t>(std::min<std::int64_t>(threads_each, (rows - 1) / kLeastRows + 1)));
   return {problem.num_parts, problem.num_heads_k, groups, (rows - 1) / groups + 1};
 }
@@ -166,7 +171,8 @@ Result<WorkspaceLayout> lay_out_workspace(const Problem& problem, const DecodeKe
   layout.num_fragments = extent.num_fragments;
   // More than there are threads make no difference, nor an overflow.
   const std::int64_t row_walks = std::min<std::int64_t>(extent.num_row_walks, num_threads);
-  layout.items = work_items(problem, kernel, row_walks, num_threads);
+  const bool only_shares = extent.num_fragments == extent.num_row_walks;
+  layout.items = work_items(problem, kernel, row_walks, only_shares, num_threads);
   layout.num_workers = static_cast<std::int32_t>(
       std::min<std::int64_t>(num_threads, row_walks * layout.items.per_part()));
   const auto fragments = static_cast<std::size_t>(layout.num_fragments);

@@ -68,7 +68,7 @@ TEST_F(Amx, EveryPairOfDimsInBothLoops) {
 // Both loops hold whole tiles of 16 rows; the other loop takes them in pairs.
 TEST_F(Amx, EveryNumberOfRowTiles) {
   for (const std::int64_t heads :
-       {1, 3, 8, 15, 16, 17, 20, 32, 33, 48, 63, 80, 112, 127, 129, 200}) {
+       {1, 3, 8, 15, 16, 17, 20, 32, 33, 48, 63, 80, 112, 127, 129, 200, 256, 257}) {
     SCOPED_TRACE(heads);
     DecodeShape shape;
     shape.lengths = {70, 131};
@@ -230,7 +230,7 @@ TEST_F(Amx, SmallScoresStillCountAfterARaise) {
 TEST_F(Amx, OverflowingSumsInBothLoops) {
   const QueryValue queries = random_values(24);
   const TokenValue values = random_values(25);
-  for (const std::int64_t heads : {3, 20, 70}) {
+  for (const std::int64_t heads : {3, 20, 70, 128}) {
     SCOPED_TRACE(heads);
     DecodeShape shape;
     shape.lengths = {600};
@@ -252,7 +252,7 @@ TEST_F(Amx, OverflowingSumsInBothLoops) {
 // Tokens that some rows see and others do not, with NaN and infinities in what is hidden from all
 // but the last query token: rows that see them are NaN, the others must be right.
 TEST_F(Amx, HiddenTokensThatAreNotFinite) {
-  for (const std::int64_t heads : {2, 5, 16, 40}) {
+  for (const std::int64_t heads : {2, 5, 16, 40, 80}) {
     for (const double special :
          {std::numeric_limits<double>::quiet_NaN(), std::numeric_limits<double>::infinity()}) {
       SCOPED_TRACE(std::to_string(heads) + " heads, " + std::to_string(special));
@@ -292,7 +292,7 @@ TEST_F(Amx, HiddenTokensThatAreNotFinite) {
 // The same call with a hidden token that is finite, infinite or NaN gives a row that does not see
 // it the same bits: the block is computed in two different ways.
 TEST_F(Amx, HiddenTokensChangeNoBit) {
-  for (const std::int64_t heads : {4, 40}) {
+  for (const std::int64_t heads : {4, 40, 60}) {
     std::vector<std::vector<double>> outs, lses;
     for (const double hidden :
          {1.0, std::numeric_limits<double>::infinity(), std::numeric_limits<double>::quiet_NaN()}) {
@@ -327,7 +327,7 @@ TEST_F(Amx, HiddenTokensChangeNoBit) {
 
 // A row's bits come from its own query and range: other rows of the task may hold anything.
 TEST_F(Amx, RowsDoNotDependOnTheirNeighbours) {
-  for (const std::int64_t heads : {4, 44}) {
+  for (const std::int64_t heads : {4, 44, 84}) {
     DecodeShape shape;
     shape.lengths = {290};
     shape.seq_len_q = 3;
@@ -359,7 +359,7 @@ TEST_F(Amx, RowsDoNotDependOnTheirNeighbours) {
 // Threads that share the query rows of a part must not decide which of them are rescaled before the
 // values of the block before are in the sums, and which after.
 TEST_F(Amx, RaisedReferencesGiveTheSameBitsWithAnyThreads) {
-  for (const std::int64_t heads : {17, 40, 48, 128}) {
+  for (const std::int64_t heads : {17, 40, 48, 128, 256}) {
     for (std::uint64_t seed = 0; seed < 20; ++seed) {
       SCOPED_TRACE(std::to_string(heads) + " heads, " + std::to_string(seed));
       DecodeShape shape;
@@ -396,19 +396,22 @@ TEST_F(Amx, RaisedReferencesGiveTheSameBitsWithAnyThreads) {
 
 // Every thread asks for the tiles on its own and gives them back.
 TEST_F(Amx, ManyThreads) {
-  DecodeShape shape;
-  shape.lengths = {600, 64, 1, 200};
-  shape.num_heads_q = 64;
-  shape.head_dim = 192;
-  shape.head_dim_v = 128;
-  DecodeCase decode_case(shape, random_values(22), random_values(23));
-  decode_case.plan(6);
-  ASSERT_EQ(decode_case.run(kKernel).status, FLASHMLA_OK);
-  const std::vector<std::byte> bits = decode_case.out.copy_bytes();
-  TestExecutor threads = thread_executor(4);
-  ASSERT_EQ(decode_case.run(kKernel, threads.get()).status, FLASHMLA_OK);
-  EXPECT_EQ(decode_case.out.copy_bytes(), bits);
-  EXPECT_TRUE(result_close(decode_case, evaluate(decode_case)));
+  for (const std::int64_t heads : {64, 200}) {
+    SCOPED_TRACE(heads);
+    DecodeShape shape;
+    shape.lengths = {600, 64, 1, 200};
+    shape.num_heads_q = heads;
+    shape.head_dim = 192;
+    shape.head_dim_v = 128;
+    DecodeCase decode_case(shape, random_values(22), random_values(23));
+    decode_case.plan(6);
+    ASSERT_EQ(decode_case.run(kKernel).status, FLASHMLA_OK);
+    const std::vector<std::byte> bits = decode_case.out.copy_bytes();
+    TestExecutor threads = thread_executor(4);
+    ASSERT_EQ(decode_case.run(kKernel, threads.get()).status, FLASHMLA_OK);
+    EXPECT_EQ(decode_case.out.copy_bytes(), bits);
+    EXPECT_TRUE(result_close(decode_case, evaluate(decode_case)));
+  }
 }
 
 TEST_F(Amx, RandomCalls) {

@@ -25,6 +25,7 @@
 #include <cstddef>
 #include <cstdint>
 #include <cstring>
+#include <iterator>
 #include <limits>
 
 #include "backends/cpu/amx/interleave.hpp"
@@ -51,17 +52,19 @@ constexpr std::int32_t divide_up(std::int32_t a, std::int32_t b) {
 struct RowSet {
   void add(std::int32_t row) { words[row / 64] |= std::uint64_t{1} << row % 64; }
   bool has(std::int32_t row) const { return (words[row / 64] >> row % 64 & 1) != 0; }
-  bool empty() const { return words[0] == 0 && words[1] == 0; }
+  bool empty() const {
+    return std::all_of(std::begin(words), std::end(words), [](std::uint64_t w) { return w == 0; });
+  }
 
   std::uint64_t words[kMaxQueryRows / 64] = {};
 };
-static_assert(kMaxQueryRows == 128);
 
 template <class Shape>
 class Decode {
  public:
   static void run(const Problem& problem, const Task& task, std::byte* memory) {
-    const RowSet all = {{~std::uint64_t{0}, ~std::uint64_t{0}}};
+    RowSet all;
+    std::fill(std::begin(all.words), std::end(all.words), ~std::uint64_t{0});
     const RowSet overflown = run_rows(problem, task, memory, all, false);
     if (!overflown.empty()) run_rows(problem, task, memory, overflown, true);
   }

@@ -13,7 +13,9 @@
 namespace flashmla::cpu::amx {
 namespace {
 
-inline constexpr std::int32_t kMaxQueryRows = 128;
+// Query rows of a task. They share the interleave of V and each other's reads of the cache; O of
+// more rows would not stay in the second-level cache beside two blocks of tokens.
+inline constexpr std::int32_t kMaxQueryRows = 256;
 
 // Ways to walk the cache. Which one a problem takes depends on its query rows alone, never on
 // those of a task, so that a row's bits do not depend on which rows share its task.
