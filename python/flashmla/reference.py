@@ -51,9 +51,7 @@ def attend(
     batch, seq_len_q, num_heads_q, head_dim = q.shape
     page_size, num_heads_k = k_cache.shape[1:3]
     group = num_heads_q // num_heads_k
-    # The library keeps the scale in float32.
     scale = head_dim**-0.5 if softmax_scale is None else softmax_scale
-    scale = float(torch.tensor(scale, dtype=torch.float32))
     out = torch.zeros(batch, seq_len_q, num_heads_q, head_dim_v, dtype=torch.float64)
     lse = torch.full((batch, num_heads_q, seq_len_q), math.inf, dtype=torch.float64)
     for row in range(batch):

@@ -182,9 +182,9 @@ Result<Problem> validate(const DecodeRequest& request) {
   problem.num_blocks = num_blocks;
   problem.page_size = static_cast<std::int32_t>(page_size);
   problem.max_pages_per_row = static_cast<std::int32_t>(max_pages);
-  problem.softmax_scale = static_cast<float>(request.has_softmax_scale
-                                                 ? request.softmax_scale
-                                                 : 1.0 / std::sqrt(static_cast<double>(head_dim)));
+  problem.softmax_scale = request.has_softmax_scale
+                              ? request.softmax_scale
+                              : 1.0 / std::sqrt(static_cast<double>(head_dim));
   problem.causal = request.causal;
   problem.q = request.q.data;
   problem.q_batch_stride = request.q.strides[0];

@@ -43,7 +43,7 @@ struct Problem {
   std::int64_t num_blocks = 0;
   std::int32_t page_size = 0;
   std::int32_t max_pages_per_row = 0;
-  float softmax_scale = 0.0f;
+  double softmax_scale = 0.0;
   bool causal = false;
 
   const void* q = nullptr;

@@ -194,6 +194,65 @@ def test_a_subnormal_scale_is_taken_as_it_is(scale):
         assert lse_error <= 2 * bound.lse_absolute, kernel.name
 
 
+def test_a_scale_that_no_float32_is_near_is_not_rounded():
+    scale = 1e-45
+    case = cases.Case("between", (70, 3), 64, 64, 3, scale=scale)
+    for kernel in KERNELS:
+        if kernel.dtype == torch.float16 or kernel.instruction_set == "amx":
+            continue  # AMX keeps the scale in float32
+        inputs = cases.make_inputs(case, kernel.dtype)
+        inputs.q *= 2.0**100
+        inputs.k_cache *= 2.0**49
+        found = attend(inputs, cases.plan_of(inputs, 2), kernel)
+        out_error, lse_error = reference.errors(*found, *inputs.expected())
+        bound = reference.TOLERANCES[kernel.dtype]
+        assert out_error <= 2 * bound.out_relative, kernel.name
+        assert lse_error <= 2 * bound.lse_absolute, kernel.name
+
+
+def test_scales_past_the_range_of_float32_give_its_largest_number():
+    largest = torch.finfo(torch.float32).max
+    for kernel in KERNELS:
+        if kernel.dtype == torch.float16:
+            continue  # whose largest numbers are too small
+        inputs = cases.make_inputs(
+            cases.Case("past", (5,), 64, 64, 2, scale=2.0**127), kernel.dtype
+        )
+        inputs.q.fill_(2.0**127)
+        inputs.k_cache.fill_(2.0**-60)
+        out, lse = attend(inputs, cases.plan_of(inputs, 1), kernel)
+        assert torch.allclose(lse, torch.tensor(largest), rtol=0.32), kernel.name
+        assert (out == 2.0**-60).all(), kernel.name
+
+
+@pytest.mark.parametrize("scale", [0.25, 0.1, 1e-38])
+def test_a_key_may_mask_its_token_by_an_infinity(scale):
+    for kernel in KERNELS:
+        inputs = cases.make_inputs(cases.Case("mask", (70,), 96, 64, 3, scale=scale), kernel.dtype)
+        inputs.q[..., 95] = 1.0
+        plan = cases.plan_of(inputs, 1)
+        blocks, page = inputs.block_table[0].long(), inputs.k_cache.shape[1]
+        for token in (0, 37, 69):
+            inputs.k_cache[blocks[token // page], token % page, :, 95] = -math.inf
+        out_error, lse_error = reference.errors(*attend(inputs, plan, kernel), *inputs.expected())
+        bound = reference.TOLERANCES[kernel.dtype]
+        assert out_error <= 2 * bound.out_relative, kernel.name
+        assert lse_error <= 2 * bound.lse_absolute, kernel.name
+
+
+@pytest.mark.parametrize("scale", [None, 192**-0.5, 0.135233779])
+def test_float32_keeps_its_bound_with_the_scales_of_models(scale):
+    case = cases.Case("model", (300,), 576, 512, 128, seq_len_q=4, scale=scale)
+    inputs = cases.make_inputs(case, torch.float32)
+    expected = inputs.expected()
+    for kernel in KERNELS:
+        if kernel.dtype == torch.float32:
+            _, lse_error = reference.errors(
+                *attend(inputs, cases.plan_of(inputs, 1), kernel), *expected
+            )
+            assert lse_error <= reference.TOLERANCES[torch.float32].lse_absolute, kernel.name
+
+
 # With a scale of 1e7 one token has all of the weight, which a kernel may have rounded.
 @pytest.mark.parametrize("scale", [None, 1e7])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)

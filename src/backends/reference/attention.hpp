@@ -28,7 +28,7 @@ double attend(const Problem& problem, const Element* q, std::int32_t token_begin
     for (std::int32_t c = 0; c < problem.head_dim; ++c) {
       dot += static_cast<double>(to_float(q[c])) * kv::dense::load(key, c);
     }
-    return dot * static_cast<double>(problem.softmax_scale);
+    return dot * problem.softmax_scale;
   };
   double largest = -std::numeric_limits<double>::infinity();
   for (std::int32_t j = token_begin; j < token_end; ++j) {

@@ -113,6 +113,9 @@ class DecodeLoop {
   // Queries are taken below 2^(1 - kQueryMargin): head_dim products with values below 2^128 then
   // sum to less than 2^127.
   static constexpr std::int32_t kQueryMargin = 12;
+  // Components of a float32 dot product that are summed up before they join the others: a chain of
+  // all would round more than the bound for an lse leaves room for.
+  static constexpr std::int32_t kChain = 128;
   // Tokens of a row that may all hold the largest value, as a power of two.
   static constexpr std::int32_t kWeightShift = 24;
   static constexpr double kWeightUnits = std::int64_t{1} << kWeightShift;
@@ -129,7 +132,7 @@ class DecodeLoop {
       sums = take(kMaxQueryRows * problem.head_dim_v);
       scores = take(kMaxQueryRows * kBlockTokens);
       stage = take(std::max(kStageTokens * problem.head_dim, kBlockTokens * kPanel));
-      scales = take(2 * kMaxQueryRows);
+      scales = take(4 * kMaxQueryRows);
       references = take(kMaxQueryRows);
       rescales = take(kMaxQueryRows);
       totals = take(2 * kMaxQueryRows);
@@ -146,7 +149,7 @@ class DecodeLoop {
     std::size_t sums;     // O: (row, head_dim_v)
     std::size_t scores;   // S, then P: (row, kBlockTokens)
     std::size_t stage;    // widened keys (kStageTokens, head_dim) or values (kBlockTokens, kPanel)
-    std::size_t scales;   // two factors of a row's scores: (row, 2)
+    std::size_t scales;   // what a row's scores are multiplied by, see RowScale: (row, 4)
     std::size_t references;  // m: (row)
     std::size_t rescales;    // exp(m_before - m) of this block: (row)
     std::size_t totals;      // sum of P so far, double: (row)
@@ -161,7 +164,7 @@ class DecodeLoop {
     sums_ = scratch.base + scratch.sums;
     scores_ = scratch.base + scratch.scores;
     stage_ = scratch.base + scratch.stage;
-    scales_ = scratch.base + scratch.scales;
+    scales_ = reinterpret_cast<RowScale*>(scratch.base + scratch.scales);
     references_ = scratch.base + scratch.references;
     rescales_ = scratch.base + scratch.rescales;
     totals_ = reinterpret_cast<double*>(scratch.base + scratch.totals);
@@ -196,16 +199,28 @@ class DecodeLoop {
           V::store(vector + c + kLanes, pair.second);
         }
       }
-      const float scale = problem_.softmax_scale;
-      const std::int32_t into_scale = std::min(exponent, 64 - exponent_of(scale));
-      scales_[2 * row] = scale * exp2_of(into_scale / 2) * exp2_of(into_scale - into_scale / 2);
-      scales_[2 * row + 1] = exp2_of(exponent - into_scale);
+      scales_[row] = row_scale(exponent);
       for (std::int32_t c = 0; c < problem_.head_dim_v; c += kLanes) {
         V::store(sum_vector(row) + c, V::broadcast(0.0f));
       }
       references_[row] = -std::numeric_limits<float>::infinity();
       totals_[row] = 0.0;
     }
+  }
+
+  // The softmax scale times 2^exponent, which undoes what the query was taken times: a mantissa
+  // below 1 in two floats, since one would round the scale, and a power of two in two factors.
+  struct RowScale {
+    float mantissa, rest;
+    float power, other_power;
+  };
+  RowScale row_scale(std::int32_t exponent) const {
+    int scale_exponent = 0;
+    const double mantissa = std::frexp(problem_.softmax_scale, &scale_exponent);
+    const auto high = static_cast<float>(mantissa);
+    exponent += scale_exponent;
+    return {high, static_cast<float>(mantissa - static_cast<double>(high)), exp2_of(exponent / 2),
+            exp2_of(exponent - exponent / 2)};
   }
 
   // The exponent of a float, -127 for 0 and subnormal numbers, 128 for infinities and NaN.
@@ -370,7 +385,33 @@ class DecodeLoop {
     unroll<kScoreTokens>([&](auto t) { k[t] = keys[t]; });
     Float sums[kScoreRows * kScoreTokens];
     unroll<kScoreRows * kScoreTokens>([&](auto i) { sums[i] = V::broadcast(0.0f); });
-    for (std::int32_t c = 0; c < problem_.head_dim; c += kPairElements) {
+    if constexpr (kWidens) {
+      add_products<kRows>(q, k, 0, problem_.head_dim, sums);
+    } else {
+      for (std::int32_t begin = 0; begin < problem_.head_dim; begin += kChain) {
+        Float chain[kScoreRows * kScoreTokens];
+        unroll<kRows * kScoreTokens>([&](auto i) { chain[i] = V::broadcast(0.0f); });
+        add_products<kRows>(q, k, begin, std::min(problem_.head_dim, begin + kChain), chain);
+        unroll<kRows * kScoreTokens>([&](auto i) { sums[i] = V::add(sums[i], chain[i]); });
+      }
+    }
+    alignas(64) float dots[kScoreRows * kScoreTokens];
+    V::reduce_tile(sums, dots);
+    unroll<kRows>([&](auto r) {
+      if (row + r < row_end) {
+        float* scores = score_vector(row + r) + token;
+        unroll<kScoreTokens>([&](auto t) { scores[t] = dots[r * kScoreTokens + t]; });
+      }
+    });
+  }
+
+  // Adds the products of components [begin, end) to the sums of a tile.
+  template <std::int32_t kRows, class Key>
+  [[gnu::always_inline]] static void add_products(const float* const (&q)[kRows],
+                                                  const Key* const (&k)[kScoreTokens],
+                                                  std::int32_t begin, std::int32_t end,
+                                                  Float (&sums)[kScoreRows * kScoreTokens]) {
+    for (std::int32_t c = begin; c < end; c += kPairElements) {
       if constexpr (kDots) {
         decltype(V::load_elements(k[0])) key[kScoreTokens];
         unroll<kScoreTokens>([&](auto t) { key[t] = V::load_elements(k[t] + c); });
@@ -397,14 +438,12 @@ class DecodeLoop {
         });
       }
     }
-    alignas(64) float dots[kScoreRows * kScoreTokens];
-    V::reduce_tile(sums, dots);
-    unroll<kRows>([&](auto r) {
-      if (row + r < row_end) {
-        float* scores = score_vector(row + r) + token;
-        unroll<kScoreTokens>([&](auto t) { scores[t] = dots[r * kScoreTokens + t]; });
-      }
-    });
+  }
+
+  // The nearest number for an infinity; NaN stays NaN.
+  static Float bounded(Float x) {
+    constexpr float kLargest = std::numeric_limits<float>::max();
+    return V::maximum(V::broadcast(-kLargest), V::minimum(V::broadcast(kLargest), x));
   }
 
   // S to P for the first `count` tokens of a row, whose weights join its total. Tokens past them
@@ -412,13 +451,15 @@ class DecodeLoop {
   void softmax(std::int32_t row, std::int32_t count) {
     float* scores = score_vector(row);
     const std::int32_t end = (count + kLanes - 1) / kLanes * kLanes;
-    const Float first = V::broadcast(scales_[2 * row]);
-    const Float second = V::broadcast(scales_[2 * row + 1]);
-    constexpr float kLargest = std::numeric_limits<float>::max();
+    const RowScale& scale = scales_[row];
+    const Float mantissa = V::broadcast(scale.mantissa), rest = V::broadcast(scale.rest);
+    const Float power = V::broadcast(scale.power), other_power = V::broadcast(scale.other_power);
     for (std::int32_t t = 0; t < end; t += kLanes) {
-      Float score = V::mul(V::mul(V::load(scores + t), first), second);
-      score = V::minimum(V::broadcast(kLargest), score);  // keeps NaN, here and below
-      V::store(scores + t, V::maximum(V::broadcast(-kLargest), score));
+      const Float dot = V::load(scores + t);
+      // Infinities are bounded where they would meet others of their own.
+      Float score = V::fma(dot, mantissa, V::mul(bounded(dot), rest));
+      score = V::mul(V::mul(score, power), other_power);
+      V::store(scores + t, bounded(score));
     }
     for (std::int32_t t = count; t < end; ++t) {
       scores[t] = -std::numeric_limits<float>::infinity();
@@ -550,7 +591,7 @@ class DecodeLoop {
   float* sums_;
   float* scores_;
   float* stage_;
-  float* scales_;
+  RowScale* scales_;
   float* references_;
   float* rescales_;
   double* totals_;
