@@ -60,7 +60,9 @@ class NarrowScout {
     const bool has_tiles = has_rows && share.begin_block < share.end_block;
     const Entry tile{Entry::kTile, 0, part_.begin_row, share.begin_block, 0, begin_length_};
     if (threadIdx.x % 32 == 0) {
-      shared_.guess = {has_tiles ? tile.row : 0, tile.block, has_tiles ? tile.length : 0};
+      // A block that no row has may lie past what a token's number can hold.
+      shared_.guess = {has_tiles ? tile.row : 0, has_tiles ? tile.block : 0,
+                       has_tiles ? tile.length : 0};
       ptx::mbarrier_arrive(ptx::shared_address(&shared_.guessed));
     }
     if (has_tiles && boxes_of_slice(params_) == 1) {
