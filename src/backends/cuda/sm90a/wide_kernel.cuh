@@ -31,10 +31,14 @@ struct WidePlace {
   }
 };
 
-// Stage of the ring and the parity of the phase that fills it.
+// Stage of the ring and the parity of the phase that fills it. Who fills the ring goes around it
+// once before, when every stage is free and none is full.
 template <class Traits>
 class RingPosition {
  public:
+  __device__ __forceinline__ explicit RingPosition(bool is_filling = false)
+      : parity_(is_filling ? kFilling : 0) {}
+  __device__ __forceinline__ bool is_filling() const { return parity_ == kFilling; }
   __device__ __forceinline__ int stage() const { return stage_; }
   __device__ __forceinline__ int parity() const { return parity_; }
   __device__ __forceinline__ int previous_stage() const {
@@ -43,13 +47,15 @@ class RingPosition {
   __device__ __forceinline__ void advance() {
     if (++stage_ == Traits::kStages) {
       stage_ = 0;
-      parity_ ^= 1;
+      parity_ = parity_ == 0 ? 1 : 0;
     }
   }
 
  private:
+  static constexpr int kFilling = 2;
+
   int stage_ = 0;
-  int parity_ = 0;
+  int parity_;
 };
 
 // Of an entry that is not a tile: over the last slice, once queries have left it.
@@ -75,15 +81,10 @@ class Loader {
 
   __device__ __forceinline__ void start() {
     if (lane() == 0) begin_walk(shared_.walk, params_.shape, Place::part());
-#pragma unroll 1
-    for (int stage = 0; stage < Traits::kStages; ++stage) {
-      prepare();
-      load(stage);
-    }
   }
 
-  // Finds the next entry and its pages. All 32 lanes. Done while a product runs, so that nothing
-  // but the copy stands between a stage becoming free and its next load.
+  // Finds the next entry and its pages. All 32 lanes. Done while scores are waited for, so that
+  // nothing but the copy stands between a stage becoming free and its next load.
   __device__ __forceinline__ void prepare() {
     __syncwarp();
     if (remaining_ > 0) {
@@ -520,32 +521,16 @@ class ValueRole {
 
   __device__ __forceinline__ void run() {
     if (is_loader()) loader_.start();
-    RingPosition<Traits> position;
+    RingPosition<Traits> position(is_loader());
     ptx::discard_registers(accumulators_);
     for (;;) {
-      const int stage = position.stage();
-      ptx::mbarrier_wait(address(shared_.ready[stage]), position.parity());
-      const Entry& entry = shared_.entries[stage];
-      if (entry.kind == Entry::kTile) {
-        // While the gate is still closed.
-        if (shared_.rescale[stage][warp()]) scale_accumulators(stage);
-        ptx::mbarrier_wait(address(shared_.gate[stage]), position.parity());
-        accumulate(stage, (entry.detail & Entry::kFirst) != 0);
-      } else {
-        ptx::mbarrier_wait(address(shared_.gate[stage]), position.parity());
-        const EndedRow ended = *ended_row(shared_, stage);
-        if (ended.row >= 0) {
-          if (ended.slot < 0) {
-            write_rows(ended.row, stage);
-          } else {
-            write_partials(ended.slot, stage);
-          }
-        }
-        if (entry.kind == Entry::kEnd) return;
-        if (entry.kind == Entry::kEmptyRow) write_zeros(entry.row);
-        if (is_loader()) loader_.prepare();
+      if (is_loader()) loader_.prepare();
+      if (!position.is_filling()) {
+        if (!consume(position)) return;
+        release(position);
       }
-      refill(position);
+      if (is_loader()) loader_.load(position.stage());
+      position.advance();
     }
   }
 
@@ -567,17 +552,41 @@ class ValueRole {
     return thread() / 32 == Traits::kValueWarpgroups * Traits::kWarpgroupWarps;
   }
 
-  // Lets go of the stage and, when all have, has its next entry loaded.
-  __device__ __forceinline__ void refill(RingPosition<Traits>& position) {
+  // False: that was the end.
+  __device__ __forceinline__ bool consume(const RingPosition<Traits>& position) {
+    const int stage = position.stage();
+    ptx::mbarrier_wait(address(shared_.ready[stage]), position.parity());
+    const Entry& entry = shared_.entries[stage];
+    if (entry.kind == Entry::kTile) {
+      // While the gate is still closed.
+      if (shared_.rescale[stage][warp()]) scale_accumulators(stage);
+      ptx::mbarrier_wait(address(shared_.gate[stage]), position.parity());
+      accumulate(stage, (entry.detail & Entry::kFirst) != 0);
+      return true;
+    }
+    ptx::mbarrier_wait(address(shared_.gate[stage]), position.parity());
+    const EndedRow ended = *ended_row(shared_, stage);
+    if (ended.row >= 0) {
+      if (ended.slot < 0) {
+        write_rows(ended.row, stage);
+      } else {
+        write_partials(ended.slot, stage);
+      }
+    }
+    if (entry.kind == Entry::kEnd) return false;
+    if (entry.kind == Entry::kEmptyRow) write_zeros(entry.row);
+    return true;
+  }
+
+  // Lets go of the stage; the loader waits until all have.
+  __device__ __forceinline__ void release(const RingPosition<Traits>& position) {
     __syncwarp();
     if (lane() < ptx::kArrivingLanes) {
       ptx::mbarrier_arrive(address(shared_.free[position.stage()]));
     }
     if (is_loader()) {
       ptx::mbarrier_wait(address(shared_.free[position.stage()]), position.parity());
-      loader_.load(position.stage());
     }
-    position.advance();
   }
 
   // accumulators (64 query rows, 256 columns) += P (64, 64 tokens) * V (64 tokens, 256 columns)
@@ -596,7 +605,6 @@ class ValueRole {
                     mma::advance(values, step * 16 * mma::kRowBytes), step > 0 || !is_first);
     }
     ptx::wgmma_commit();
-    if (is_loader()) loader_.prepare();
     ptx::wgmma_wait<0>();
     ptx::pin_registers(accumulators_);
   }
@@ -730,6 +738,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::prefetch_map(params.k_map);
     ptx::prefetch_map(params.k_rest_map);
     ptx::prefetch_map(params.partial_map);
+    if (params.out_has_map) ptx::prefetch_map(params.out_map);
     for (int stage = 0; stage < Traits::kStages; ++stage) {
       for (std::uint64_t& full : shared.full[stage]) {
         ptx::mbarrier_init(ptx::shared_address(&full), 1);
