@@ -42,16 +42,16 @@ void plan_on_host(const PlanProblem& problem, const PlanModel& model) {
   const std::int64_t payload = payload_units(total, problem.num_parts, model);
   problem.num_splits[0] = 0;
 
-  const EvenPlan even =
-      even_plan(problem.batch, problem.num_parts, total, most_blocks, payload, model);
+  const EvenPlan even = if_balanced(even_plan_of_batch(problem.batch, problem.num_parts, model),
+                                    total, most_blocks, payload, model);
   if (even.rows_per_part > 0) {
     for (std::int32_t part = 0; part < problem.num_parts; ++part) {
-      write_even_part(problem.plan_rows + static_cast<std::int64_t>(part) * kPlanRowFields, part,
-                      problem.batch, even, model, blocks_of);
+      write_even_part<std::int64_t>(
+          problem.plan_rows + static_cast<std::int64_t>(part) * kPlanRowFields, part, problem.batch,
+          even, blocks_of);
     }
     for (std::int32_t row = 0; row < problem.batch; ++row) {
-      problem.num_splits[row + 1] =
-          problem.num_splits[row] + shares_of_row(blocks_of(row), even.shares_per_row, model);
+      problem.num_splits[row + 1] = problem.num_splits[row] + shares_of_row(blocks_of(row), even);
     }
     return;
   }

@@ -15,26 +15,30 @@
 // so that a part holds at most one block more than its share. Everything about a row follows from
 // its offset and length, and everything about a part from the row that its cut falls in: no part
 // depends on another, so a device computes all of them at once.
+//
+// Units: std::int64_t, or std::int32_t where all rows together cost less than 2^30, since a device
+// divides 32 bits several times as fast.
 #pragma once
 
 #include <cstdint>
 
 #include "problem/problem.hpp"
+#include "schedule/divisor.hpp"
 #include "tuning/plan.hpp"
-
-#if defined(__CUDACC__)
-#define FLASHMLA_HD __host__ __device__
-#else
-#define FLASHMLA_HD
-#endif
 
 namespace flashmla::schedule {
 
-inline constexpr std::int64_t kUnitsPerBlock = 8;
+inline constexpr std::int32_t kUnitsPerBlock = 8;
 
 using tuning::PlanModel;
 
-// n / d for n >= 0 and d > 0. A device divides 32 bits several times as fast as 64.
+// n / d for n >= 0 and d > 0.
+FLASHMLA_HD constexpr std::int32_t quotient(std::int32_t n, std::int32_t d) {
+  return static_cast<std::int32_t>(static_cast<std::uint32_t>(n) / static_cast<std::uint32_t>(d));
+}
+FLASHMLA_HD constexpr std::int32_t quotient(std::int32_t n, const Divisor& d) {
+  return d.quotient(n);
+}
 FLASHMLA_HD constexpr std::int64_t quotient(std::int64_t n, std::int64_t d) {
   return ((n | d) >> 32) == 0 ? static_cast<std::uint32_t>(n) / static_cast<std::uint32_t>(d)
                               : n / d;
@@ -46,16 +50,17 @@ FLASHMLA_HD constexpr std::int32_t blocks_of_length(std::int32_t length) {
 }
 
 FLASHMLA_HD constexpr std::int64_t row_cost(std::int32_t blocks, std::int32_t row_start_units) {
-  return row_start_units + kUnitsPerBlock * blocks;
+  return row_start_units + std::int64_t{kUnitsPerBlock} * blocks;
 }
 
 // Units between two cuts: an equal share, and never less than the least that a part should have (a
 // block at least: two cuts in one would leave a part empty).
-FLASHMLA_HD constexpr std::int64_t payload_units(std::int64_t total, std::int32_t num_parts,
-                                                 const PlanModel& model) {
-  const std::int64_t share = quotient(total + num_parts - 1, num_parts);
-  const std::int64_t share_of_row = model.row_start_units + kUnitsPerBlock * model.least_blocks;
-  const std::int64_t least = share_of_row > model.least_units ? share_of_row : model.least_units;
+template <class Units>
+FLASHMLA_HD constexpr Units payload_units(Units total, std::int32_t num_parts,
+                                          const PlanModel& model) {
+  const Units share = quotient(total + num_parts - 1, Units{num_parts});
+  const Units share_of_row = model.row_start_units + kUnitsPerBlock * model.least_blocks;
+  const Units least = share_of_row > model.least_units ? share_of_row : model.least_units;
   return share > least ? share : least;
 }
 
@@ -66,54 +71,65 @@ FLASHMLA_HD constexpr std::int64_t even_slack(std::int64_t payload) {
   return payload / 32 > kUnitsPerBlock ? payload / 32 : kUnitsPerBlock;
 }
 
-// One of the two is 1; rows_per_part 0: the plan is not even.
+// One of the first two is 1; rows_per_part 0: the plan is not even.
 struct EvenPlan {
-  std::int32_t rows_per_part;
-  std::int32_t shares_per_row;  // at most; short rows have fewer
+  std::int32_t rows_per_part = 0;
+  Divisor shares_per_row{1};    // at most; short rows have fewer
+  Divisor least_blocks{1};      // of a share of a row that is cut
+  std::int32_t row_groups = 0;  // of rows_per_part rows, the last of fewer
 };
 
-FLASHMLA_HD constexpr std::int32_t shares_of_row(std::int32_t blocks, std::int32_t shares_per_row,
-                                                 const PlanModel& model) {
-  const std::int32_t worthwhile = blocks / model.least_blocks;
-  return worthwhile < 1 ? 1 : worthwhile < shares_per_row ? worthwhile : shares_per_row;
+FLASHMLA_HD constexpr std::int32_t shares_of_row(std::int32_t blocks, const EvenPlan& plan) {
+  const std::int32_t worthwhile = plan.least_blocks.quotient(blocks);
+  const std::int32_t most = plan.shares_per_row.divisor;
+  return worthwhile < 1 ? 1 : worthwhile < most ? worthwhile : most;
 }
 
-// Whether and how a plan is even. total: the cost of all rows; most_blocks: of the longest.
-FLASHMLA_HD constexpr EvenPlan even_plan(std::int32_t batch, std::int32_t num_parts,
-                                         std::int64_t total, std::int32_t most_blocks,
-                                         std::int64_t payload, const PlanModel& model) {
-  if (!model.may_be_even || batch == 0) return {0, 0};
-  const EvenPlan plan =
-      batch < num_parts ? EvenPlan{1, num_parts / batch} : EvenPlan{(batch - 1) / num_parts + 1, 1};
-  const std::int32_t shares = shares_of_row(most_blocks, plan.shares_per_row, model);
-  const std::int64_t blocks = quotient(std::int64_t{most_blocks} + shares - 1, shares);
-  const std::int64_t most = plan.rows_per_part * (model.row_start_units + kUnitsPerBlock * blocks);
-  const std::int64_t parts_in_use = std::int64_t{(batch - 1) / plan.rows_per_part + 1} * shares;
-  const bool is_balanced = most <= quotient(total, parts_in_use) + kUnitsPerBlock &&
-                           most <= payload + even_slack(payload);
-  return is_balanced ? plan : EvenPlan{0, 0};
+// The even plan of so many rows, should they be alike.
+constexpr EvenPlan even_plan_of_batch(std::int32_t batch, std::int32_t num_parts,
+                                      const PlanModel& model) {
+  if (!model.may_be_even || batch == 0) return {};
+  const std::int32_t rows_per_part = (batch - 1) / num_parts + 1;
+  return {rows_per_part, Divisor(batch < num_parts ? num_parts / batch : 1),
+          Divisor(model.least_blocks), (batch - 1) / rows_per_part + 1};
+}
+
+// That plan if it is balanced. total: the cost of all rows; most_blocks: of the longest.
+template <class Units>
+FLASHMLA_HD constexpr EvenPlan if_balanced(const EvenPlan& plan, Units total,
+                                           std::int32_t most_blocks, Units payload,
+                                           const PlanModel& model) {
+  if (plan.rows_per_part == 0) return {};
+  const std::int32_t shares = shares_of_row(most_blocks, plan);
+  const std::int32_t blocks = most_blocks == 0 ? 0 : quotient(most_blocks - 1, shares) + 1;
+  const std::int64_t most = plan.rows_per_part * row_cost(blocks, model.row_start_units);
+  const std::int64_t parts_in_use = std::int64_t{plan.row_groups} * shares;
+  const bool is_balanced =
+      most <= payload + even_slack(payload) && (most - kUnitsPerBlock) * parts_in_use <= total;
+  return is_balanced ? plan : EvenPlan{};
 }
 
 // Writes a part of an even plan into fields[kPlanRowFields]. blocks_of(row) for row in [0, batch).
-template <class BlocksOf>
+// Units hold the product of a row's blocks and the number of parts.
+template <class Units, class BlocksOf>
 FLASHMLA_HD void write_even_part(std::int32_t* fields, std::int32_t part, std::int32_t batch,
-                                 const EvenPlan& plan, const PlanModel& model,
-                                 const BlocksOf& blocks_of) {
+                                 const EvenPlan& plan, const BlocksOf& blocks_of) {
   for (std::int32_t field = 0; field < kPlanRowFields; ++field) fields[field] = 0;
-  const std::int64_t begin = std::int64_t{part / plan.shares_per_row} * plan.rows_per_part;
+  const std::int32_t group = plan.shares_per_row.quotient(part);
+  const std::int64_t begin = std::int64_t{group} * plan.rows_per_part;
   fields[0] = -1;
   if (begin >= batch) return;
   const std::int32_t row = static_cast<std::int32_t>(begin);
   const std::int32_t last =
       batch - row < plan.rows_per_part ? batch - 1 : row + plan.rows_per_part - 1;
   const std::int32_t blocks = blocks_of(last);
-  const std::int32_t shares = shares_of_row(blocks, plan.shares_per_row, model);
-  const std::int32_t share = part % plan.shares_per_row;
+  const std::int32_t shares = shares_of_row(blocks, plan);
+  const std::int32_t share = part - group * plan.shares_per_row.divisor;
   if (share >= shares) return;
   fields[0] = row;
-  fields[1] = static_cast<std::int32_t>(quotient(std::int64_t{blocks} * share, shares));
+  fields[1] = static_cast<std::int32_t>(quotient(Units{blocks} * share, Units{shares}));
   fields[2] = last;
-  fields[3] = static_cast<std::int32_t>(quotient(std::int64_t{blocks} * (share + 1), shares));
+  fields[3] = static_cast<std::int32_t>(quotient(Units{blocks} * (share + 1), Units{shares}));
   fields[4] = share;
 }
 
@@ -123,7 +139,8 @@ FLASHMLA_HD void write_even_part(std::int32_t* fields, std::int32_t part, std::i
 // The block of a row before which a cut falls, `inside` units after the row's offset
 // (0 <= inside < cost). A result equal to the row's number of blocks means the start of the next
 // row; an empty row is never cut, so inside > 0 means the next row there too.
-FLASHMLA_HD constexpr std::int32_t block_of_cut(std::int64_t inside, std::int32_t row_start_units) {
+template <class Units>
+FLASHMLA_HD constexpr std::int32_t block_of_cut(Units inside, std::int32_t row_start_units) {
   if (inside <= row_start_units) return 0;
   return static_cast<std::int32_t>((inside - row_start_units + kUnitsPerBlock - 1) /
                                    kUnitsPerBlock);
@@ -132,26 +149,27 @@ FLASHMLA_HD constexpr std::int32_t block_of_cut(std::int64_t inside, std::int32_
 // The lowest-numbered cut that falls after the first block of a row has begun, were the row
 // endless. Cut k is the begin of part k, so the part before it is the one that walks the row's
 // block 0.
-FLASHMLA_HD constexpr std::int64_t first_inner_cut(std::int64_t offset, std::int64_t payload,
-                                                   std::int32_t row_start_units) {
+template <class Units, class Payload>
+FLASHMLA_HD constexpr Units first_inner_cut(Units offset, const Payload& payload,
+                                            std::int32_t row_start_units) {
   return quotient(offset + row_start_units, payload) + 1;
 }
 
 // How many parts walk blocks of a row (1 for an empty row). Cuts inside a row are at least a block
 // apart because payload > kUnitsPerBlock, so each of them begins another split.
-FLASHMLA_HD constexpr std::int32_t splits_of_row(std::int64_t offset, std::int32_t blocks,
-                                                 std::int64_t payload,
+template <class Units, class Payload>
+FLASHMLA_HD constexpr std::int32_t splits_of_row(Units offset, std::int32_t blocks,
+                                                 const Payload& payload,
                                                  std::int32_t row_start_units) {
   if (blocks <= 1) return 1;
-  const std::int64_t last =
-      quotient(offset + row_start_units + kUnitsPerBlock * (blocks - 1), payload);
-  const std::int64_t first = first_inner_cut(offset, payload, row_start_units);
-  return last < first ? 1 : static_cast<std::int32_t>(last - first) + 2;
+  const Units last =
+      quotient(offset + row_start_units + Units{kUnitsPerBlock} * (blocks - 1), payload);
+  return static_cast<std::int32_t>(last - first_inner_cut(offset, payload, row_start_units)) + 2;
 }
 
 // The split number of part `part` in the row that it begins inside of (block > 0).
-FLASHMLA_HD constexpr std::int32_t split_of_part(std::int64_t part, std::int64_t offset,
-                                                 std::int64_t payload,
+template <class Units>
+FLASHMLA_HD constexpr std::int32_t split_of_part(std::int32_t part, Units offset, Units payload,
                                                  std::int32_t row_start_units) {
   return static_cast<std::int32_t>(part - first_inner_cut(offset, payload, row_start_units)) + 1;
 }

@@ -645,9 +645,9 @@ void check_plans() {
   std::mt19937 random(5);
   int plans = 0, different = 0;
   for (const int batch : {0, 1, 2, 7, 128, 256, 257, 1000, 1024, 1025, 8192, 8193, 65536, 100000}) {
-    for (const int parts : {1, 66, 132, 1500}) {
+    for (const int parts : {1, 66, 132, 1500, 4097}) {
       // Random lengths up to `most`; and, where that is negative, lengths that are nearly alike.
-      for (const int most : {0, 1, 100, 200000, -4096, -8192}) {
+      for (const int most : {0, 1, 100, 200000, 5000000, 2000000000, -4096, -8192}) {
         std::vector<std::int32_t> lengths(batch);
         for (std::int32_t& length : lengths) {
           length = most >= 0 ? static_cast<std::int32_t>(random() % (most + 1))

@@ -18,28 +18,38 @@ struct PlanCut {
 // Cut number `part` (at part * payload). The rows come in groups of rows_per_group; group_offset
 // (num_groups + 1) holds the exclusive prefix sums of their costs, so that a search among the
 // groups and a walk through one of them find the row. blocks_of(row) for row in [0, batch).
-template <class BlocksOf>
-FLASHMLA_HD PlanCut find_cut(std::int64_t part, std::int64_t payload, std::int32_t batch,
-                             const std::int64_t* group_offset, std::int32_t num_groups,
+template <class Units, class BlocksOf>
+FLASHMLA_HD PlanCut find_cut(std::int32_t part, Units payload, std::int32_t batch,
+                             const Units* group_offset, std::int32_t num_groups,
                              std::int32_t rows_per_group, std::int32_t row_start_units,
                              const BlocksOf& blocks_of) {
   if (part == 0) return {0, 0, 0, 0};
-  const std::int64_t at = part * payload;
+  const Units at = part * payload;
   if (at > group_offset[num_groups]) {
     return {batch, 0, 0, batch > 0 ? blocks_of(batch - 1) : 0};
   }
   // The last group whose offset is less than `at`: it holds the row with offset < at <= row's end.
-  std::int32_t low = 0, high = num_groups;
-  while (high - low > 1) {
-    const std::int32_t middle = (low + high) / 2;
-    (group_offset[middle] < at ? low : high) = middle;
+  // Of the steps that a place can go on, all that a search looks at in one round are asked for at
+  // once.
+  constexpr std::int32_t kProbes = 3;
+  std::int32_t low = 0, step = 1;
+  while (step < num_groups) step *= kProbes + 1;
+  while ((step /= kProbes + 1) > 0) {
+    std::int32_t passed = 0;
+    for (std::int32_t probe = 1; probe <= kProbes; ++probe) {
+      const std::int32_t group = low + probe * step;
+      passed += group_offset[group < num_groups ? group : num_groups] < at && group < num_groups;
+    }
+    low += passed * step;
   }
-  std::int64_t offset = group_offset[low];
+  Units offset = group_offset[low];
   std::int32_t row = low * rows_per_group;
   std::int32_t blocks = blocks_of(row);
-  while (offset + schedule::row_cost(blocks, row_start_units) < at) {
-    offset += schedule::row_cost(blocks, row_start_units);
+  Units cost = static_cast<Units>(schedule::row_cost(blocks, row_start_units));
+  while (offset + cost < at) {
+    offset += cost;
     blocks = blocks_of(++row);
+    cost = static_cast<Units>(schedule::row_cost(blocks, row_start_units));
   }
   const std::int32_t block = schedule::block_of_cut(at - offset, row_start_units);
   if (block >= blocks) return {row + 1, 0, 0, blocks};
@@ -47,17 +57,6 @@ FLASHMLA_HD PlanCut find_cut(std::int64_t part, std::int64_t payload, std::int32
     return {row, block, schedule::split_of_part(part, offset, payload, row_start_units), 0};
   }
   return {row, 0, 0, row > 0 ? blocks_of(row - 1) : 0};
-}
-
-// schedule::splits_of_row, given how to divide by the payload: the device multiplies.
-template <class Divide>
-FLASHMLA_HD std::int32_t splits_of_row(std::int64_t offset, std::int32_t blocks,
-                                       std::int32_t row_start_units, const Divide& divide) {
-  if (blocks <= 1) return 1;
-  const std::int64_t begin = offset + row_start_units;
-  return static_cast<std::int32_t>(divide(begin + schedule::kUnitsPerBlock * (blocks - 1)) -
-                                   divide(begin)) +
-         1;
 }
 
 // The row of the plan between two cuts, into fields[kPlanRowFields].

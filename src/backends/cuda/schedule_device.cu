@@ -1,217 +1,363 @@
 // The planner on the device: one block, prefix sums over groups of rows, then a search a part. No
 // loop runs over all rows, and no memory grows with the batch.
+//
+// All of its code is fetched for the first time, which takes longer than to run it: what several
+// warps need they all compute, rather than hand it from one to the others.
 #include <cstdint>
+#include <type_traits>
 
 #include "backends/cuda/common/params.cuh"
 #include "backends/cuda/kernels.hpp"
 #include "backends/cuda/plan_cut.hpp"
+#include "backends/cuda/ptx/barrier.cuh"
+#include "backends/cuda/ptx/launch.cuh"
+#include "select/select.hpp"
 
 namespace flashmla::cuda {
 namespace {
 
-// Exclusive prefix sum over the block's threads; `total` is the sum of all.
-template <int kThreads, class Number>
-__device__ Number exclusive_sum(Number value, Number* total) {
-  constexpr int kWarps = kThreads / 32;
-  __shared__ Number warp_sums[kWarps];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+using schedule::EvenPlan;
+using schedule::PlanModel;
+
+// Exclusive prefix sum over a warp; `total` is the sum of all.
+template <int kLanes, class Number>
+__device__ __forceinline__ Number exclusive_sum_of_warp(Number value, Number* total) {
   Number inclusive = value;
 #pragma unroll
-  for (int lanes = 1; lanes < 32; lanes *= 2) {
+  for (int lanes = 1; lanes < kLanes; lanes *= 2) {
     const Number other = __shfl_up_sync(~0u, inclusive, lanes);
-    if (lane >= lanes) inclusive += other;
+    if (threadIdx.x % 32 >= lanes) inclusive += other;
   }
-  if (lane == 31) warp_sums[warp] = inclusive;
-  __syncthreads();
-  const Number mine = lane < kWarps ? warp_sums[lane] : Number{0};
-  Number sums = mine;
-#pragma unroll
-  for (int lanes = 1; lanes < kWarps; lanes *= 2) {
-    const Number other = __shfl_up_sync(~0u, sums, lanes);
-    if (lane >= lanes) sums += other;
-  }
-  *total = __shfl_sync(~0u, sums, kWarps - 1);
-  return inclusive - value + __shfl_sync(~0u, sums - mine, warp);
+  *total = __shfl_sync(~0u, inclusive, kLanes - 1);
+  return inclusive - value;
 }
 
-// What follows from all rows together.
-struct Division {
-  std::int64_t payload;
-  schedule::EvenPlan even;
-  Divisor divisor;  // by the payload, of units below 2^31
-};
-
-// Place of a row in shared memory: each thread of a warp has eight in sequence, and they lie in
-// different banks.
-template <int kRows>
-__device__ __forceinline__ std::int32_t place_of(std::int32_t row) {
-  return kRows > 1 ? row + row / 32 : row;
+// The sum of what the warps before this one hold; `total` is that of all. sums: one a warp.
+template <int kWarps, class Number>
+__device__ __forceinline__ Number sum_of_warps_before(const Number* sums, Number* total) {
+  const int lane = threadIdx.x % 32;
+  const Number before =
+      exclusive_sum_of_warp<kWarps>(lane < kWarps ? sums[lane] : Number{0}, total);
+  return __shfl_sync(~0u, before, threadIdx.x / 32);
 }
 
-// kRows: of a thread, kept in shared memory; 0: any number, read again where they are needed.
-template <int kThreads, int kRows>
-__global__ void __launch_bounds__(kThreads, 1)
-    plan_kernel(const __grid_constant__ PlanProblem problem,
-                const __grid_constant__ schedule::PlanModel model) {
-  __shared__ std::int64_t group_offset[kThreads + 1];
-  __shared__ std::int32_t row_blocks[kRows > 0 ? kThreads * kRows * 33 / 32 : 1];
-  __shared__ std::int32_t warp_most[kThreads / 32];
-  __shared__ PlanCut cuts[kThreads];
-  __shared__ Division division;
-  const std::int32_t batch = problem.batch, row_start_units = model.row_start_units;
-  const std::int32_t rows_per_group = kRows > 0 ? kRows : (batch + kThreads - 1) / kThreads;
-  const std::int32_t first = min(static_cast<std::int32_t>(threadIdx.x) * rows_per_group, batch);
-  const std::int32_t count = min(rows_per_group, batch - first);
-  if constexpr (kRows > 0) {
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const std::int32_t row = i * kThreads + threadIdx.x;
-      if (row < batch) {
-        row_blocks[place_of<kRows>(row)] =
-            schedule::blocks_of_length(problem.cache_seqlens[row * problem.cache_seqlens_stride]);
-      }
-    }
-    __syncthreads();
-  }
-  const auto blocks_of = [&](std::int32_t row) {
-    if constexpr (kRows > 0) return row_blocks[place_of<kRows>(row)];
-    return schedule::blocks_of_length(problem.cache_seqlens[row * problem.cache_seqlens_stride]);
-  };
-
-  std::int64_t cost = 0;
-  std::int32_t most_blocks = 0;
-#pragma unroll 4
-  for (std::int32_t i = 0; i < count; ++i) {
-    const std::int32_t blocks = blocks_of(first + i);
-    cost += schedule::row_cost(blocks, row_start_units);
-    most_blocks = max(most_blocks, blocks);
-  }
-  most_blocks = __reduce_max_sync(~0u, most_blocks);
-  if (threadIdx.x % 32 == 0) warp_most[threadIdx.x / 32] = most_blocks;
-  std::int64_t total;
-  std::int64_t offset = exclusive_sum<kThreads>(cost, &total);  // a barrier, after which...
-  group_offset[threadIdx.x] = offset;
-  // Divisions are slow: one thread does them for all.
-  if (threadIdx.x < 32) {
-    most_blocks = threadIdx.x < kThreads / 32 ? warp_most[threadIdx.x] : 0;  // ...this is whole
-    most_blocks = __reduce_max_sync(~0u, most_blocks);
-    if (threadIdx.x == 0) {
-      group_offset[kThreads] = total;
-      const std::int64_t payload = schedule::payload_units(total, problem.num_parts, model);
-      division.payload = payload;
-      division.even =
-          schedule::even_plan(batch, problem.num_parts, total, most_blocks, payload, model);
-      // To divide by the payload twice a row: worth its own division where a thread has several.
-      if (kRows != 1 && division.even.rows_per_part == 0 && total < (std::int64_t{1} << 31)) {
-        division.divisor = Divisor(static_cast<std::int32_t>(payload));
-      }
-    }
-  }
-  __syncthreads();
-  const std::int64_t payload = division.payload;
-  const schedule::EvenPlan even = division.even;
-  const bool is_even = even.rows_per_part > 0;
-
+// Writes the parts. thread: of num_threads, all of their warps.
+template <class Units, class BlocksOf>
+__device__ __forceinline__ void write_parts(std::int32_t thread, std::int32_t num_threads,
+                                            const PlanProblem& problem, const PlanModel& model,
+                                            const EvenPlan& even, Units payload,
+                                            const Units* group_offset, std::int32_t num_groups,
+                                            std::int32_t rows_per_group,
+                                            const BlocksOf& blocks_of) {
   const auto fields_of = [&](std::int32_t part) {
     return problem.plan_rows + static_cast<std::int64_t>(part) * kPlanRowFields;
   };
-  if (is_even) {
-    for (std::int32_t part = threadIdx.x; part < problem.num_parts; part += kThreads) {
-      schedule::write_even_part(fields_of(part), part, batch, even, model, blocks_of);
+  if (even.rows_per_part > 0) {
+#pragma unroll 1
+    for (std::int32_t part = thread; part < problem.num_parts; part += num_threads) {
+      schedule::write_even_part<Units>(fields_of(part), part, problem.batch, even, blocks_of);
     }
-  } else {
-    // A part lies between two cuts, so that kThreads cuts give one part fewer.
-    for (std::int32_t base = 0; base < problem.num_parts; base += kThreads - 1) {
-      const std::int32_t part = base + threadIdx.x;
-      if (part <= problem.num_parts) {
-        cuts[threadIdx.x] = find_cut(part, payload, batch, group_offset, kThreads, rows_per_group,
-                                     row_start_units, blocks_of);
+    return;
+  }
+  // A lane has the cut that begins its part, the next lane the one that ends it.
+  constexpr int kPartsOfWarp = 31;
+  const std::int32_t lane = thread % 32;
+#pragma unroll 1
+  for (std::int32_t first = thread / 32 * kPartsOfWarp; first < problem.num_parts;
+       first += num_threads / 32 * kPartsOfWarp) {
+    const std::int32_t part = first + lane;
+    const PlanCut begin =
+        find_cut(min(part, problem.num_parts), payload, problem.batch, group_offset, num_groups,
+                 rows_per_group, model.row_start_units, blocks_of);
+    const PlanCut end{__shfl_down_sync(~0u, begin.row, 1), __shfl_down_sync(~0u, begin.block, 1), 0,
+                      __shfl_down_sync(~0u, begin.blocks_before, 1)};
+    if (lane < kPartsOfWarp && part < problem.num_parts) {
+      write_plan_row(fields_of(part), begin, end);
+    }
+  }
+}
+
+// How a block plans up to kThreads * kRows rows in 32 bits: so many threads have kRows rows each
+// and write num_splits; the warps after them write the parts meanwhile.
+template <int kThreads, int kRows>
+class SmallPlanner {
+  static constexpr int kWarps = kThreads / 32;
+
+ public:
+  static constexpr int kPartThreads = 160;
+
+  struct Shared {
+    alignas(2 * kRows) std::uint16_t row_blocks[kThreads * kRows];
+    alignas(2 * kRows) std::uint16_t row_splits[kThreads * kRows];  // of the thread's rows so far
+    std::int32_t group_offset[kThreads + 1];
+    std::int32_t warp_units[kWarps], warp_most[kWarps], warp_splits[kWarps];
+  };
+
+  __device__ SmallPlanner(const PlanProblem& problem, const PlanModel& model, Shared& shared)
+      : problem_(problem), model_(model), shared_(shared) {}
+
+  // False, and nothing is written, if the rows cost too much for 32 bits.
+  __device__ __forceinline__ bool run(const EvenPlan& even_plan) {
+    const bool has_rows = threadIdx.x < kThreads;
+    std::int32_t blocks[kRows], offset = 0;
+    if (has_rows) {
+      const bool fit = read_rows(blocks);
+      offset = sum_up(blocks, fit);
+    }
+    __syncthreads();
+    const int lane = threadIdx.x % 32;
+    const std::int32_t units = lane < kWarps ? shared_.warp_units[lane] : 0;
+    if (__any_sync(~0u, units < 0)) return false;
+    std::int32_t total;
+    const std::int32_t before = exclusive_sum_of_warp<kWarps>(units, &total);
+    if (has_rows) {
+      offset += __shfl_sync(~0u, before, threadIdx.x / 32);
+      shared_.group_offset[threadIdx.x] = offset;
+      if (threadIdx.x == 0) shared_.group_offset[kThreads] = total;
+    }
+    __syncthreads();
+    const std::int32_t most_blocks =
+        __reduce_max_sync(~0u, lane < kWarps ? shared_.warp_most[lane] : 0);
+    const std::int32_t payload = schedule::payload_units(total, problem_.num_parts, model_);
+    const EvenPlan even = schedule::if_balanced(even_plan, total, most_blocks, payload, model_);
+    if (has_rows) {
+      write_splits(blocks, offset, payload, even);
+    } else {
+      const auto blocks_of = [&](std::int32_t row) -> std::int32_t {
+        return shared_.row_blocks[row];
+      };
+      write_parts<std::int32_t>(threadIdx.x - kThreads, kPartThreads, problem_, model_, even,
+                                payload, shared_.group_offset, kThreads, kRows, blocks_of);
+    }
+    return true;
+  }
+
+ private:
+  static constexpr std::int32_t kMostBlocks = (1 << 16) - 1;  // of a thread's rows
+  static_assert(kThreads * (std::int64_t{schedule::kUnitsPerBlock} * (kMostBlocks + kRows)) <
+                1 << 30);
+  static constexpr std::int32_t kTooMany = -1;
+  enum NamedBarrier { kRowThreads = 1 };
+  struct alignas(2 * kRows) OfThread {
+    std::uint16_t rows[kRows];
+  };
+
+  // A warp has 32 * kRows rows in sequence, a thread of it kRows; it reads and writes global memory
+  // so that neighbours have neighbouring rows.
+  static __device__ __forceinline__ std::int32_t row_in_order(int i) {
+    return threadIdx.x / 32 * 32 * kRows + 32 * i + threadIdx.x % 32;
+  }
+  __device__ __forceinline__ std::int32_t count() const {
+    return min(max(problem_.batch - static_cast<std::int32_t>(threadIdx.x) * kRows, 0), kRows);
+  }
+
+  // Into shared memory, and this thread's into registers. Whether all of the warp's fit.
+  __device__ __forceinline__ bool read_rows(std::int32_t (&blocks)[kRows]) const {
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const std::int32_t row = row_in_order(i);
+      const std::int32_t length =
+          row < problem_.batch ? problem_.cache_seqlens[row * problem_.cache_seqlens_stride] : 0;
+      blocks[i] = schedule::blocks_of_length(length);
+    }
+    bool fit = true;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      fit &= blocks[i] <= kMostBlocks;
+      shared_.row_blocks[row_in_order(i)] = static_cast<std::uint16_t>(blocks[i]);
+    }
+    fit = __all_sync(~0u, fit);
+    __syncwarp();
+    const OfThread own = reinterpret_cast<const OfThread*>(shared_.row_blocks)[threadIdx.x];
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) blocks[i] = own.rows[i];
+    return fit;
+  }
+
+  // Leaves the sums of the warp. Returns the units of its rows before this thread's.
+  __device__ __forceinline__ std::int32_t sum_up(const std::int32_t (&blocks)[kRows],
+                                                 bool fit) const {
+    std::int32_t sum = 0, most = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      sum += blocks[i];
+      most = max(most, blocks[i]);
+    }
+    fit = __all_sync(~0u, fit && sum <= kMostBlocks);
+    std::int32_t units;
+    const std::int32_t before = exclusive_sum_of_warp<32>(
+        count() * model_.row_start_units + schedule::kUnitsPerBlock * sum, &units);
+    most = __reduce_max_sync(~0u, most);
+    if (threadIdx.x % 32 == 0) {
+      shared_.warp_units[threadIdx.x / 32] = fit ? units : kTooMany;
+      shared_.warp_most[threadIdx.x / 32] = most;
+    }
+    return before;
+  }
+
+  __device__ __forceinline__ void write_splits(const std::int32_t (&blocks)[kRows],
+                                               std::int32_t offset, std::int32_t payload,
+                                               const EvenPlan& even) const {
+    const std::int32_t start = model_.row_start_units;
+    // To multiply by the inverse is worth the inverse's own division where there are many rows.
+    const std::conditional_t<(kRows >= 8), Divisor, std::int32_t> divisor(payload);
+    std::int32_t splits = 0;
+    OfThread own;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if (i < count()) {
+        splits += even.rows_per_part > 0
+                      ? schedule::shares_of_row(blocks[i], even)
+                      : schedule::splits_of_row(offset, blocks[i], divisor, start);
       }
-      __syncthreads();
-      if (threadIdx.x < kThreads - 1 && part < problem.num_parts) {
-        write_plan_row(fields_of(part), cuts[threadIdx.x], cuts[threadIdx.x + 1]);
-      }
-      __syncthreads();
+      own.rows[i] = static_cast<std::uint16_t>(splits);
+      offset += start + schedule::kUnitsPerBlock * blocks[i];
+    }
+    reinterpret_cast<OfThread*>(shared_.row_splits)[threadIdx.x] = own;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    std::int32_t of_warp;
+    std::int32_t before = exclusive_sum_of_warp<32>(splits, &of_warp);
+    if (lane == 0) shared_.warp_splits[warp] = of_warp;
+    ptx::named_barrier_sync(kRowThreads, kThreads);
+    std::int32_t all;
+    before += sum_of_warps_before<kWarps>(shared_.warp_splits, &all);
+    if (threadIdx.x == 0) problem_.num_splits[0] = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const std::int32_t row = row_in_order(i);
+      const std::int32_t before_owner = __shfl_sync(~0u, before, (32 * i + lane) / kRows);
+      if (row < problem_.batch)
+        problem_.num_splits[row + 1] = before_owner + shared_.row_splits[row];
     }
   }
 
+  const PlanProblem& problem_;
+  const PlanModel& model_;
+  Shared& shared_;
+};
+
+// Plans any rows. They are read again where they are needed.
+template <int kThreads>
+__device__ __forceinline__ void plan_any_rows(const PlanProblem& problem, const PlanModel& model,
+                                              const EvenPlan& even_plan) {
+  constexpr int kWarps = kThreads / 32;
+  __shared__ std::int64_t group_offset[kThreads + 1];
+  __shared__ std::int64_t warp_units[kWarps];
+  __shared__ std::int32_t warp_most[kWarps], warp_splits[kWarps];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const std::int32_t batch = problem.batch, start = model.row_start_units;
+  const std::int32_t rows_per_group = (batch + kThreads - 1) / kThreads;
+  const std::int32_t first = min(static_cast<std::int32_t>(threadIdx.x) * rows_per_group, batch);
+  const std::int32_t end = min(first + rows_per_group, batch);
+  const auto blocks_of = [&](std::int32_t row) {
+    return schedule::blocks_of_length(problem.cache_seqlens[row * problem.cache_seqlens_stride]);
+  };
+
+  std::int64_t units = 0;
+  std::int32_t most_blocks = 0;
+#pragma unroll 4
+  for (std::int32_t row = first; row < end; ++row) {
+    const std::int32_t blocks = blocks_of(row);
+    units += schedule::row_cost(blocks, start);
+    most_blocks = max(most_blocks, blocks);
+  }
+  std::int64_t units_of_warp;
+  std::int64_t offset = exclusive_sum_of_warp<32>(units, &units_of_warp);
+  most_blocks = __reduce_max_sync(~0u, most_blocks);
+  if (lane == 0) {
+    warp_units[warp] = units_of_warp;
+    warp_most[warp] = most_blocks;
+  }
+  __syncthreads();
+  std::int64_t total;
+  offset += sum_of_warps_before<kWarps>(warp_units, &total);
+  most_blocks = __reduce_max_sync(~0u, lane < kWarps ? warp_most[lane] : 0);
+  group_offset[threadIdx.x] = offset;
+  if (threadIdx.x == 0) group_offset[kThreads] = total;
+
+  const std::int64_t payload = schedule::payload_units(total, problem.num_parts, model);
+  const EvenPlan even = schedule::if_balanced(even_plan, total, most_blocks, payload, model);
+  const bool is_even = even.rows_per_part > 0;
+
   // Splits of the rows before each row: of its group first.
   std::int32_t splits = 0;
-  const auto count_splits = [&](const auto& splits_of) {
 #pragma unroll 4
-    for (std::int32_t i = 0; i < count; ++i) {
-      const std::int32_t blocks = blocks_of(first + i);
-      splits += splits_of(blocks);
-      offset += schedule::row_cost(blocks, row_start_units);
-      if constexpr (kRows > 0) {
-        row_blocks[place_of<kRows>(first + i)] = splits;
-      } else {
-        problem.num_splits[first + i + 1] = splits;
-      }
-    }
-  };
-  // All have read the blocks of other threads' rows.
+  for (std::int32_t row = first; row < end; ++row) {
+    const std::int32_t blocks = blocks_of(row);
+    splits += is_even ? schedule::shares_of_row(blocks, even)
+                      : schedule::splits_of_row(offset, blocks, payload, start);
+    offset += schedule::row_cost(blocks, start);
+    problem.num_splits[row + 1] = splits;
+  }
+  std::int32_t splits_of_warp, all_splits;
+  std::int32_t splits_before = exclusive_sum_of_warp<32>(splits, &splits_of_warp);
+  if (lane == 0) warp_splits[warp] = splits_of_warp;
   __syncthreads();
-  if (is_even) {
-    count_splits([&](std::int32_t blocks) {
-      return schedule::shares_of_row(blocks, even.shares_per_row, model);
-    });
-  } else if (kRows == 1 && total < (std::int64_t{1} << 31)) {
-    count_splits([&](std::int32_t blocks) {
-      return splits_of_row(offset, blocks, row_start_units, [&](std::int64_t units) {
-        return static_cast<std::uint32_t>(units) / static_cast<std::uint32_t>(payload);
-      });
-    });
-  } else if (total < (std::int64_t{1} << 31)) {
-    const Divisor divisor = division.divisor;
-    count_splits([&](std::int32_t blocks) {
-      return splits_of_row(offset, blocks, row_start_units, [&](std::int64_t units) {
-        return divisor.quotient(static_cast<std::int32_t>(units));
-      });
-    });
-  } else {
-    count_splits([&](std::int32_t blocks) {
-      return splits_of_row(offset, blocks, row_start_units,
-                           [&](std::int64_t units) { return units / payload; });
-    });
-  }
-  std::int32_t total_splits;
-  const std::int32_t before = exclusive_sum<kThreads>(splits, &total_splits);
-  if constexpr (kRows > 1) {
-    // Neighbouring threads write neighbouring numbers.
-    __shared__ std::int32_t splits_before[kThreads];
-    splits_before[threadIdx.x] = before;
-    __syncthreads();
-#pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      const std::int32_t row = i * kThreads + threadIdx.x;
-      if (row < batch) {
-        problem.num_splits[row + 1] = splits_before[row / kRows] + row_blocks[place_of<kRows>(row)];
-      }
-    }
-  } else {
-    for (std::int32_t i = 0; i < count; ++i) {
-      std::int32_t& splits_to = problem.num_splits[first + i + 1];
-      splits_to = before + (kRows == 1 ? splits : splits_to);
-    }
-  }
+  splits_before += sum_of_warps_before<kWarps>(warp_splits, &all_splits);
+  for (std::int32_t row = first; row < end; ++row) problem.num_splits[row + 1] += splits_before;
   if (threadIdx.x == 0) problem.num_splits[0] = 0;
+
+  write_parts<std::int64_t>(threadIdx.x, kThreads, problem, model, even, payload, group_offset,
+                            kThreads, rows_per_group, blocks_of);
+}
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads, 1)
+    plan_any_rows_kernel(const __grid_constant__ PlanProblem problem,
+                         const __grid_constant__ PlanModel model,
+                         const __grid_constant__ EvenPlan even_plan) {
+  // What reads the plan waits for the end of this grid.
+  ptx::allow_next_grid();
+  ptx::wait_for_previous_grid();
+  plan_any_rows<kThreads>(problem, model, even_plan);
+}
+
+template <int kThreads, int kRows>
+__global__ void __launch_bounds__(kThreads + SmallPlanner<kThreads, kRows>::kPartThreads, 1)
+    plan_rows_kernel(const __grid_constant__ PlanProblem problem,
+                     const __grid_constant__ PlanModel model,
+                     const __grid_constant__ EvenPlan even_plan) {
+  using Planner = SmallPlanner<kThreads, kRows>;
+  __shared__ typename Planner::Shared shared;
+  ptx::allow_next_grid();
+  ptx::wait_for_previous_grid();
+  if (Planner(problem, model, shared).run(even_plan)) return;
+  plan_any_rows<kThreads + Planner::kPartThreads>(problem, model, even_plan);
+}
+
+using PlanKernel = void (*)(PlanProblem, PlanModel, EvenPlan);
+
+cudaError_t launch(PlanKernel kernel, int threads, const PlanProblem& problem,
+                   const PlanModel& model, cudaStream_t stream) {
+  cudaLaunchAttribute overlap;
+  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  overlap.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config{};
+  config.gridDim = dim3(1);
+  config.blockDim = dim3(threads);
+  config.stream = stream;
+  config.attrs = &overlap;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, problem, model,
+                            schedule::even_plan_of_batch(problem.batch, problem.num_parts, model));
+}
+
+template <int kThreads, int kRows>
+cudaError_t launch_rows(const PlanProblem& problem, const PlanModel& model, cudaStream_t stream) {
+  return launch(plan_rows_kernel<kThreads, kRows>,
+                kThreads + SmallPlanner<kThreads, kRows>::kPartThreads, problem, model, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_plan(const PlanProblem& problem, const schedule::PlanModel& model,
-                        cudaStream_t stream) {
-  if (problem.batch <= 256) {
-    plan_kernel<256, 1><<<1, 256, 0, stream>>>(problem, model);
-  } else if (problem.batch <= 1024) {
-    plan_kernel<1024, 1><<<1, 1024, 0, stream>>>(problem, model);
-  } else if (problem.batch <= 8 * 1024) {
-    plan_kernel<1024, 8><<<1, 1024, 0, stream>>>(problem, model);
-  } else {
-    plan_kernel<1024, 0><<<1, 1024, 0, stream>>>(problem, model);
+cudaError_t launch_plan(const PlanProblem& problem, const PlanModel& model, cudaStream_t stream) {
+  // With more parts a product might not fit in 32 bits, nor the splits of a thread's rows in 16.
+  if (problem.num_parts <= select::kCudaMaxParts) {
+    if (problem.batch <= 256) return launch_rows<256, 1>(problem, model, stream);
+    if (problem.batch <= 1024) return launch_rows<256, 4>(problem, model, stream);
+    if (problem.batch <= 8 * 1024) return launch_rows<512, 16>(problem, model, stream);
   }
-  return cudaPeekAtLastError();
+  return launch(plan_any_rows_kernel<1024>, 1024, problem, model, stream);
 }
 
 }  // namespace flashmla::cuda

@@ -31,7 +31,8 @@ PlanProblem problem_of(const std::vector<std::int32_t>& lengths, std::int32_t nu
   return problem;
 }
 
-// `num_groups` stands for the threads of the device's block.
+// `num_groups` stands for the threads of the device's block, Units for what it computes in.
+template <class Units>
 Plan plan_in_groups(const std::vector<std::int32_t>& lengths, std::int32_t num_parts,
                     const schedule::PlanModel& model, std::int32_t num_groups) {
   Plan plan;
@@ -41,43 +42,43 @@ Plan plan_in_groups(const std::vector<std::int32_t>& lengths, std::int32_t num_p
   const auto blocks_of = [&](std::int32_t row) {
     return schedule::blocks_of_length(lengths[static_cast<std::size_t>(row)]);
   };
-  std::vector<std::int64_t> group_offset(static_cast<std::size_t>(num_groups) + 1, 0);
+  std::vector<Units> group_offset(static_cast<std::size_t>(num_groups) + 1, 0);
   std::int32_t most_blocks = 0;
   for (std::int32_t group = 0; group < num_groups; ++group) {
-    std::int64_t cost = 0;
+    Units cost = 0;
     const std::int32_t end = std::min((group + 1) * rows_per_group, batch);
     for (std::int32_t row = group * rows_per_group; row < end; ++row) {
-      cost += schedule::row_cost(blocks_of(row), model.row_start_units);
+      cost += static_cast<Units>(schedule::row_cost(blocks_of(row), model.row_start_units));
       most_blocks = std::max(most_blocks, blocks_of(row));
     }
     group_offset[static_cast<std::size_t>(group) + 1] = group_offset[group] + cost;
   }
-  const std::int64_t payload = schedule::payload_units(group_offset.back(), num_parts, model);
+  const Units payload = schedule::payload_units(group_offset.back(), num_parts, model);
   const schedule::EvenPlan even =
-      schedule::even_plan(batch, num_parts, group_offset.back(), most_blocks, payload, model);
+      schedule::if_balanced(schedule::even_plan_of_batch(batch, num_parts, model),
+                            group_offset.back(), most_blocks, payload, model);
   const bool is_even = even.rows_per_part > 0;
-  const auto cut = [&](std::int64_t number) {
+  const auto cut = [&](std::int32_t number) {
     return cuda::find_cut(number, payload, batch, group_offset.data(), num_groups, rows_per_group,
                           model.row_start_units, blocks_of);
   };
   for (std::int32_t part = 0; part < num_parts; ++part) {
     std::int32_t* fields = plan.rows.data() + static_cast<std::size_t>(part) * kPlanRowFields;
     if (is_even) {
-      schedule::write_even_part(fields, part, batch, even, model, blocks_of);
+      schedule::write_even_part<Units>(fields, part, batch, even, blocks_of);
     } else {
       cuda::write_plan_row(fields, cut(part), cut(part + 1));
     }
   }
   plan.num_splits[0] = 0;
-  std::int64_t offset = 0;
+  Units offset = 0;
   for (std::int32_t row = 0; row < batch; ++row) {
     const std::int32_t blocks = blocks_of(row);
     const std::int32_t splits =
-        is_even ? schedule::shares_of_row(blocks, even.shares_per_row, model)
-                : cuda::splits_of_row(offset, blocks, model.row_start_units,
-                                      [&](std::int64_t units) { return units / payload; });
+        is_even ? schedule::shares_of_row(blocks, even)
+                : schedule::splits_of_row(offset, blocks, payload, model.row_start_units);
     plan.num_splits[static_cast<std::size_t>(row) + 1] = plan.num_splits[row] + splits;
-    offset += schedule::row_cost(blocks_of(row), model.row_start_units);
+    offset += static_cast<Units>(schedule::row_cost(blocks, model.row_start_units));
   }
   return plan;
 }
@@ -98,7 +99,10 @@ TEST(PlanCut, GivesTheBytesOfTheHostPlanner) {
     Plan expected;
     schedule::plan_on_host(problem_of(lengths, num_parts, expected), model);
     for (const std::int32_t groups : {1, 3, 32, 1024}) {
-      ASSERT_EQ(plan_in_groups(lengths, num_parts, model, groups), expected)
+      ASSERT_EQ(plan_in_groups<std::int64_t>(lengths, num_parts, model, groups), expected)
+          << "round " << round << ", " << groups << " groups";
+      // No round costs 2^30 units.
+      ASSERT_EQ(plan_in_groups<std::int32_t>(lengths, num_parts, model, groups), expected)
           << "round " << round << ", " << groups << " groups";
     }
   }
@@ -114,7 +118,8 @@ TEST(PlanCut, LargeBatches) {
       const schedule::PlanModel model{4, 1, true};
       Plan expected;
       schedule::plan_on_host(problem_of(lengths, parts, expected), model);
-      ASSERT_EQ(plan_in_groups(lengths, parts, model, 1024), expected) << batch << " " << parts;
+      ASSERT_EQ(plan_in_groups<std::int64_t>(lengths, parts, model, 1024), expected)
+          << batch << " " << parts;
     }
   }
 }

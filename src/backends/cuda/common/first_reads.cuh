@@ -43,7 +43,7 @@ __device__ __forceinline__ FirstReads read_first(const DecodeParams& params,
   const EarlyLoad load;
   FirstReads first;
   first.row = static_cast<std::int32_t>(
-      schedule::quotient(std::int64_t{part_index} * shape.batch, shape.num_parts));
+      schedule::quotient(std::int64_t{part_index} * shape.batch, std::int64_t{shape.num_parts}));
   // Pages that a row of the table has: those that max_length reaches.
   const std::int32_t count = params.page_size.quotient(shape.max_length);
   const std::int32_t* table = params.block_table + first.row * params.block_table_batch_stride;

@@ -5,39 +5,13 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <bit>
 #include <cstdint>
+
+#include "schedule/divisor.hpp"
 
 namespace flashmla::cuda {
 
-// Division of 0 <= n < 2^31 by a divisor that the host knows, as a multiplication: with
-// shift = ceil(log2(divisor)) and multiplier = ceil(2^(31 + shift) / divisor), the product's error
-// is less than n / 2^31 < 1 parts of 1 / divisor, so that the floor is exact.
-struct Divisor {
-  std::int32_t divisor;
-  std::uint32_t multiplier;
-  std::int32_t shift;
-
-  Divisor() = default;
-#if defined(__CUDACC__)
-  __host__ __device__
-#endif
-      explicit Divisor(std::int32_t value)
-      : divisor(value), shift(std::bit_width(static_cast<std::uint32_t>(value) - 1)) {
-    multiplier = static_cast<std::uint32_t>(
-        ((std::uint64_t{1} << (31 + shift)) + static_cast<std::uint64_t>(value) - 1) / value);
-  }
-
-#if defined(__CUDACC__)
-  __device__ __forceinline__ std::int32_t quotient(std::int32_t n) const {
-    return static_cast<std::int32_t>(__umulhi(2u * static_cast<std::uint32_t>(n), multiplier) >>
-                                     shift);
-  }
-  __device__ __forceinline__ std::int32_t remainder(std::int32_t n) const {
-    return n - quotient(n) * divisor;
-  }
-#endif
-};
+using schedule::Divisor;
 
 // Of a half of the columns of a partial result.
 struct PartialStatistics {
