@@ -135,8 +135,8 @@ MUTATIONS = [
     ),
     Mutation(
         "schedule/planner.hpp",
-        "static_cast<std::int32_t>(last - first) + 2;",
-        "static_cast<std::int32_t>(last - first) + 1;",
+        "quotient(offset + row_start_units + Units{kUnitsPerBlock} * (blocks - 1), payload);",
+        "quotient(offset + row_start_units + Units{kUnitsPerBlock} * blocks, payload);",
         PLANNER,
     ),
     Mutation(
@@ -148,20 +148,20 @@ MUTATIONS = [
     Mutation("schedule/planner.cpp", "if (block >= blocks) {", "if (block > blocks) {", PLANNER),
     Mutation(
         "schedule/planner.hpp",
-        "const std::int32_t worthwhile = blocks / model.least_blocks;",
-        "const std::int32_t worthwhile = blocks / (model.least_blocks + 1);",
+        "const std::int32_t worthwhile = plan.least_blocks.quotient(blocks);",
+        "const std::int32_t worthwhile = plan.least_blocks.quotient(blocks) + 1;",
         PLANNER,
     ),
     Mutation(
         "schedule/planner.hpp",
-        "most <= payload + even_slack(payload);",
-        "most <= 2 * payload + even_slack(payload);",
+        "most <= payload + even_slack(payload) &&",
+        "most <= 2 * payload + even_slack(payload) &&",
         PLANNER,
     ),
     Mutation(
         "schedule/planner.hpp",
-        "quotient(std::int64_t{blocks} * (share + 1), shares));",
-        "std::int64_t{blocks} * share / shares + 1);",
+        "quotient(Units{blocks} * (share + 1), Units{shares}));",
+        "quotient(Units{blocks} * share, Units{shares}) + 1);",
         PLANNER,
     ),
     Mutation(
@@ -261,15 +261,15 @@ MUTATIONS = [
     # --- backends/cpu/decode.cpp: the walk of a plan
     Mutation(
         "backends/cpu/decode.cpp",
-        "(rows - 1) / kernel.max_query_rows + 1,",
-        "rows / kernel.max_query_rows,",
+        "(rows - 1) / most_rows + 1,",
+        "rows / most_rows,",
         r"/Decode\.MoreQueryRows.*cpu_portable_bf16",
     ),
     Mutation(
         "backends/cpu/decode.cpp",
-        "if (begin != 0 || token_end(walk, row) < length) return;",
-        "if (begin != 0 || token_end(walk, row) < length - kBlockTokens) return;",
-        r"/Decode\.Leaves.*cpu_portable_bf16",
+        "if (schedule_.owners[static_cast<std::size_t>(row)] != part) return;",
+        "if (schedule_.owners[static_cast<std::size_t>(row)] == part) return;",
+        HAND_PLANS,
     ),
     Mutation(
         "backends/cpu/decode.cpp",
