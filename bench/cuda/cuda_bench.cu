@@ -263,6 +263,10 @@ int main(int argc, char** argv) {
   FLASHMLA_CUDA_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   const auto same = [](int batch, int length) { return std::vector<std::int32_t>(batch, length); };
   const std::vector<std::int32_t> uneven = {4641, 45118, 1730, 1696};
+  // As a server has them: 64 rows of up to 8192 tokens.
+  std::mt19937 random(7);
+  std::vector<std::int32_t> mixed(64);
+  for (std::int32_t& length : mixed) length = 1 + static_cast<std::int32_t>(random() % 8192);
   const Workload workloads[] = {
       {"128x8192 h128 s1", same(128, 8192), 128, 1},
       {"128x4096 h128 s1", same(128, 4096), 128, 1},
@@ -282,6 +286,7 @@ int main(int argc, char** argv) {
       {"lens h16 s1", uneven, 16, 1},
       {"lens h16 s4", uneven, 16, 4},
       {"1x1 h128 s1", same(1, 1), 128, 1},
+      {"mixed h128 s1", mixed, 128, 1},
   };
   const Times gbs = measure_bandwidth(stream), tflops = measure_products(stream);
   std::printf("workload,mode,us,tflops,gbs,percent_of_ceiling,relative_error\n");

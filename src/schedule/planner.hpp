@@ -102,10 +102,13 @@ FLASHMLA_HD constexpr EvenPlan if_balanced(const EvenPlan& plan, Units total,
   if (plan.rows_per_part == 0) return {};
   const std::int32_t shares = shares_of_row(most_blocks, plan);
   const std::int32_t blocks = most_blocks == 0 ? 0 : quotient(most_blocks - 1, shares) + 1;
-  const std::int64_t most = plan.rows_per_part * row_cost(blocks, model.row_start_units);
+  // Without the start that every part has, which the line counts only where a row begins.
+  const std::int64_t most =
+      plan.rows_per_part * row_cost(blocks, model.row_start_units) - model.row_start_units;
+  const std::int64_t all = total - std::int64_t{plan.row_groups} * model.row_start_units;
   const std::int64_t parts_in_use = std::int64_t{plan.row_groups} * shares;
   const bool is_balanced =
-      most <= payload + even_slack(payload) && (most - kUnitsPerBlock) * parts_in_use <= total;
+      most <= payload + even_slack(payload) && (most - kUnitsPerBlock) * parts_in_use <= all;
   return is_balanced ? plan : EvenPlan{};
 }
 
@@ -133,8 +136,7 @@ FLASHMLA_HD void write_even_part(std::int32_t* fields, std::int32_t part, std::i
   fields[4] = share;
 }
 
-// --- The line: 1 <= row_start_units <= 8, payload >= row_start_units + 8
-// ---------------------------
+// --- The line: 1 <= row_start_units <= 64, payload >= row_start_units + 8 ------------------------
 
 // The block of a row before which a cut falls, `inside` units after the row's offset
 // (0 <= inside < cost). A result equal to the row's number of blocks means the start of the next

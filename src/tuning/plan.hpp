@@ -9,7 +9,7 @@ namespace flashmla::tuning {
 
 // What a device is like, to its planner.
 struct PlanModel {
-  std::int32_t row_start_units;  // what starting a row costs, in units of 1/8 block (1 to 8)
+  std::int32_t row_start_units;  // what starting a row costs, in units of 1/8 block (1 to 64)
   std::int32_t least_blocks;     // of a share of a row: less is not worth its merge
   bool may_be_even;              // whether rows that are alike are divided evenly
   std::int32_t least_units = 0;  // between two cuts, where that is more than the two above ask for
@@ -27,11 +27,13 @@ constexpr PlanModel cpu_plan(std::int32_t batch, std::int64_t query_rows) {
 }
 
 // CUDA: loading queries and writing a result takes about half a block's time. With more query rows
-// than this a partial result is so large that a share of one block is not worth its merge
-// (docs/performance/h200.md).
+// than this it takes two; a whole one is as much as a plan may count, or parts of short rows would
+// leave the others more blocks than its balance allows. And a partial result is then so large that
+// a share of one block is not worth its merge (docs/performance/h200.md).
 inline constexpr std::int32_t kCudaFewQueryRows = 32;
 constexpr PlanModel cuda_plan(std::int64_t query_rows) {
-  return {4, query_rows <= kCudaFewQueryRows ? 1 : 2, true};
+  if (query_rows <= kCudaFewQueryRows) return {4, 1, true};
+  return {8, 2, true};
 }
 
 }  // namespace flashmla::tuning

@@ -91,7 +91,7 @@ TEST(Planner, RandomBatches) {
     for (std::int32_t& length : lengths) {
       length = random() % 5 == 0 ? 0 : static_cast<std::int32_t>(random() % (most + 1));
     }
-    const schedule::PlanModel model{static_cast<std::int32_t>(1 + random() % 8),
+    const schedule::PlanModel model{static_cast<std::int32_t>(1 + random() % 64),
                                     static_cast<std::int32_t>(1 + random() % 3), random() % 2 == 0};
     ASSERT_NO_FATAL_FAILURE(
         expect_plan_holds(lengths, static_cast<std::int32_t>(1 + random() % 150), model));

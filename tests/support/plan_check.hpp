@@ -27,8 +27,8 @@ inline ::testing::AssertionResult plan_holds(const std::vector<std::int32_t>& le
   for (std::int32_t row = 0; row < batch; ++row) {
     total_units += row_start_units + 8 * std::int64_t{blocks_of(row)};
   }
-  // The mean in whole blocks, one block more, and the start of a row. Parts without work count
-  // where the plan cannot be even.
+  // The mean in whole blocks, one block or empty row more, and the start of a row. Parts without
+  // work count where the plan cannot be even.
   std::int64_t parts_in_use = num_parts;
   if (model.may_be_even) {
     parts_in_use = 0;
@@ -40,7 +40,8 @@ inline ::testing::AssertionResult plan_holds(const std::vector<std::int32_t>& le
                                 ? 0
                                 : std::max((total_units + parts_in_use - 1) / parts_in_use,
                                            row_start_units + 8 * model.least_blocks);
-  const std::int64_t most_units = (mean + 7) / 8 * 8 + 8 + row_start_units;
+  const std::int64_t most_units =
+      (mean + 7) / 8 * 8 + std::max<std::int64_t>(8, row_start_units) + row_start_units;
 
   if (num_splits[0] != 0) return AssertionFailure() << "num_splits[0] is " << num_splits[0];
   std::vector<std::int32_t> covered(lengths.size(), 0);  // blocks walked so far

@@ -94,7 +94,7 @@ TEST(PlanCut, GivesTheBytesOfTheHostPlanner) {
       if (random() % 9 == 0 && !alike) length = 0;
     }
     const auto num_parts = static_cast<std::int32_t>(1 + random() % 140);
-    const schedule::PlanModel model{static_cast<std::int32_t>(1 + random() % 8),
+    const schedule::PlanModel model{static_cast<std::int32_t>(1 + random() % 64),
                                     static_cast<std::int32_t>(1 + random() % 3), random() % 2 == 0};
     Plan expected;
     schedule::plan_on_host(problem_of(lengths, num_parts, expected), model);
