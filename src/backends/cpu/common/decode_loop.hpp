@@ -124,6 +124,7 @@ class DecodeLoop {
   // Tokens are counted in int32, past the last block too.
   static_assert(kMaxRowTokens <= std::numeric_limits<std::int32_t>::max() - kBlockTokens);
   static_assert(kBlockTokens % kStageTokens == 0 && kStageTokens % kScoreTokens == 0);
+  static_assert(kChain % kPairElements == 0);
 
   // The areas of a task's scratch, in floats from its start; each a multiple of 16 floats long.
   struct Scratch {
@@ -208,18 +209,25 @@ class DecodeLoop {
     }
   }
 
-  // The softmax scale times 2^exponent, which undoes what the query was taken times: a mantissa
-  // below 1 in two floats, since one would round the scale, and a power of two in two factors.
+  // The softmax scale times 2^exponent, which undoes what the query was taken times: a mantissa in
+  // two floats, since one would round the scale, and a power of two in two factors. The mantissa is
+  // below 1, so that no product with it overflows, but for what the two factors can not hold: that
+  // makes every score but the smallest overflow anyway.
   struct RowScale {
     float mantissa, rest;
     float power, other_power;
   };
+  static_assert(sizeof(RowScale) == 4 * sizeof(float));  // as Scratch counts them
   RowScale row_scale(std::int32_t exponent) const {
     int scale_exponent = 0;
     const double mantissa = std::frexp(problem_.softmax_scale, &scale_exponent);
-    const auto high = static_cast<float>(mantissa);
     exponent += scale_exponent;
-    return {high, static_cast<float>(mantissa - static_cast<double>(high)), exp2_of(exponent / 2),
+    constexpr std::int32_t kMostOfFactors = 2 * 127;
+    const std::int32_t excess = std::max(0, exponent - kMostOfFactors);
+    exponent -= excess;
+    const double most = std::ldexp(mantissa, excess);
+    const auto high = static_cast<float>(most);
+    return {high, static_cast<float>(most - static_cast<double>(high)), exp2_of(exponent / 2),
             exp2_of(exponent - exponent / 2)};
   }
 
