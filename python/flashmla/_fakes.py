@@ -1,4 +1,4 @@
-"""Shapes and dtypes of the operators' results, for torch.compile, torch.export and fake tensors."""
+"""What the operators accept and return, for torch.compile, torch.export and fake tensors."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ _DIMENSIONS = {
     "outs": ("parts", "batch", "seq_len_q", "num_heads_q", "head_dim_v"),
     "lses": ("parts", "batch", "num_heads_q", "seq_len_q"),
 }
+# Of which a call needs at least one.
+_POSITIVE = ("seq_len_q", "num_heads_q", "num_heads_k", "page_block_size")
 _VALUES = ("q", "k_cache", "out", "outs")
 _VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LOG_SUMS = ("softmax_lse", "lses")
@@ -67,15 +69,21 @@ def _check(tensors: dict[str, torch.Tensor | None], **sizes) -> None:
                     f"{_listed(wanted)}"
                 )
         for word, size in zip(words, tensor.shape, strict=True):
-            sizes.setdefault(word, size)
+            if not isinstance(sizes.get(word), int):
+                sizes[word] = size
         sizes.setdefault("batch + 1", sizes["batch"] + 1)
 
 
 def _check_decode(head_dim_v: int, required: tuple[torch.Tensor, ...], **optional) -> None:
     tensors = dict(zip(ATTENTION_TENSORS, required, strict=True)) | optional
     _check(tensors, head_dim_v=head_dim_v)
+    for name in ("q", "k_cache"):
+        shape = tensors[name].shape
+        for word, size in zip(_DIMENSIONS[name], shape, strict=True):
+            if word in _POSITIVE and isinstance(size, int) and size < 1:
+                raise RuntimeError(f"{name} has shape {_listed(shape)}; {word} must be at least 1")
     heads, kv_heads = tensors["q"].shape[2], tensors["k_cache"].shape[2]
-    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % max(1, kv_heads) != 0:
+    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads != 0:
         raise RuntimeError(
             f"q has {heads} heads; they must be a multiple of the {kv_heads} heads of k_cache"
         )

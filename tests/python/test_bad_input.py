@@ -234,6 +234,8 @@ WRONG_ON_META = [
         r"k_cache has shape \(5, 64, 1, 512\); .* \(any, any, any, 576\)",
     ),
     ({"k_cache": (5, 64, 3, 576)}, "q has 4 heads; they must be a multiple of the 3 heads"),
+    ({"k_cache": (5, 64, 0, 576)}, r"\(5, 64, 0, 576\); num_heads_k must be at least 1"),
+    ({"k_cache": (5, 0, 1, 576)}, r"\(5, 0, 1, 576\); page_block_size must be at least 1"),
     ({"block_table": (3, 3)}, r"block_table has shape \(3, 3\); it must be .* = \(2, any\)"),
     ({"cache_seqlens": (1,)}, r"cache_seqlens has shape \(1\); it must be \(batch\) = \(2\)"),
     ({"tile_scheduler_metadata": (2, 7)}, r"tile_scheduler_metadata has shape \(2, 7\)"),

@@ -56,6 +56,7 @@ struct RowSet {
     return std::all_of(std::begin(words), std::end(words), [](std::uint64_t w) { return w == 0; });
   }
 
+  static_assert(kMaxQueryRows % 64 == 0);
   std::uint64_t words[kMaxQueryRows / 64] = {};
 };
 
@@ -162,7 +163,7 @@ class Decode {
   // zero. A negative scale goes into the sign of Q, so that softmax may take the largest score for
   // the largest exponent.
   void load_queries() {
-    const bool negate = problem_.softmax_scale < 0.0f;
+    const bool negate = problem_.softmax_scale < 0.0;
     const __m512i signs = _mm512_set1_epi16(static_cast<short>(negate ? 0x8000 : 0));
     for (std::int32_t row_tile = 0; row_tile < row_tiles_; ++row_tile) {
       const BFloat16* rows[kTileRows];
@@ -202,7 +203,7 @@ class Decode {
   std::int32_t lower_query(std::int32_t row, const BFloat16* query) {
     // exp(x) = 2^(x log2(e))
     constexpr float kLog2E = 1.44269504f;
-    const float scale = std::abs(problem_.softmax_scale);
+    const float scale = static_cast<float>(std::abs(problem_.softmax_scale));
     const std::int32_t largest = exponent_of_largest(query);
     // Infinities and NaN stay what they are.
     const std::int32_t n = largest == 128 ? 0 : std::max(0, largest + kQueryMargin);
