@@ -9,6 +9,7 @@
 #include <atomic>
 #include <bit>
 #include <cmath>
+#include <limits>
 #include <numeric>
 #include <string>
 
@@ -238,7 +239,10 @@ Status fill_params(DecodeParams& params, const Problem& problem, const select::K
   params.visible_lens_batch_stride = problem.visible_lens_batch_stride;
   params.visible_lens_token_stride = problem.visible_lens_token_stride;
   params.causal = problem.causal;
-  params.scale_log2 = static_cast<float>(problem.softmax_scale * 1.4426950408889634);
+  // A scale that float does not hold would make a NaN of a score of 0.
+  constexpr double kLargest = std::numeric_limits<float>::max();
+  params.scale_log2 = static_cast<float>(
+      std::clamp(problem.softmax_scale * 1.4426950408889634, -kLargest, kLargest));
   return {};
 }
 
