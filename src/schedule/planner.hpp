@@ -5,19 +5,21 @@
 //
 // An even plan gives every part that it uses the same number of rows, or cuts every row into the
 // same number of shares, so that rows are cut as seldom as possible: every cut needs a merge. It is
-// used where rows are so alike that no part has more than a block over the mean of the parts in
-// use, and those are nearly all (see even_slack).
+// used where rows are so alike that no part has, besides its start, more than a block over the mean
+// of the parts in use, and those are nearly all (see even_slack).
 //
 // Otherwise the line: in units of 1/8 block, row i costs
 //     row_start_units + 8 * ceil(length_i / 64)
 // and lies on a line at [offset_i, offset_i + cost_i), offset being the exclusive prefix sum of the
 // costs. The line is cut at multiples of a payload; a cut inside a row moves up to the next block,
-// so that a part holds at most one block more than its share. Everything about a row follows from
-// its offset and length, and everything about a part from the row that its cut falls in: no part
-// depends on another, so a device computes all of them at once.
+// one in the start of a row down to it, so that a part holds at most one block or empty row more
+// than its share, and one row start. Everything about a row follows from its offset and length, and
+// everything about a part from the row that its cut falls in: no part depends on another, so a
+// device computes all of them at once.
 //
-// Units: std::int64_t, or std::int32_t where all rows together cost less than 2^30, since a device
-// divides 32 bits several times as fast.
+// Units: std::int64_t, or, since a device divides 32 bits several times as fast, std::int32_t where
+// all rows together cost less than 2^30 and neither the parts times the payload nor the parts times
+// the blocks of a row reach 2^31.
 #pragma once
 
 #include <cstdint>
@@ -66,7 +68,7 @@ FLASHMLA_HD constexpr Units payload_units(Units total, std::int32_t num_parts,
 
 // --- The even plan -------------------------------------------------------------------------------
 
-// How much more than the mean of all parts a part of an even plan may cost.
+// How much more than the mean of all parts a part of an even plan may cost, besides its start.
 FLASHMLA_HD constexpr std::int64_t even_slack(std::int64_t payload) {
   return payload / 32 > kUnitsPerBlock ? payload / 32 : kUnitsPerBlock;
 }
@@ -136,7 +138,7 @@ FLASHMLA_HD void write_even_part(std::int32_t* fields, std::int32_t part, std::i
   fields[4] = share;
 }
 
-// --- The line: 1 <= row_start_units <= 64, payload >= row_start_units + 8 ------------------------
+// --- The line: payload >= row_start_units + 8 ----------------------------------------------------
 
 // The block of a row before which a cut falls, `inside` units after the row's offset
 // (0 <= inside < cost). A result equal to the row's number of blocks means the start of the next

@@ -21,7 +21,8 @@ struct Fragment {
 };
 
 // What one part walks: rows [begin_row, end_row], from begin_block of the first up to, not
-// including, end_block of the last; every row between them whole. end_block is clamped to the row.
+// including, end_block of the last; every row between them whole, but for empty ones that another
+// part owns. end_block is clamped to the row.
 struct Walk {
   std::int32_t begin_row;  // -1: the part has no work
   std::int32_t begin_block;

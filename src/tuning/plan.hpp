@@ -1,15 +1,18 @@
 // Constants of the planner's cost model, by device. See docs/scheduling.md for their meaning and
-// docs/performance for the measurement of each: `scaling_bench` of the CPU, `cuda_bench lens` and
-// `cuda_bench 4096` of a GPU.
+// docs/performance for the measurement of each: `scaling_bench` of the CPU, `cuda_bench lens`,
+// `cuda_bench mixed` and `cuda_bench 4096` of a GPU.
 #pragma once
 
 #include <cstdint>
 
 namespace flashmla::tuning {
 
+inline constexpr std::int32_t kMostRowStartUnits = 64;
+
 // What a device is like, to its planner.
 struct PlanModel {
-  std::int32_t row_start_units;  // what starting a row costs, in units of 1/8 block (1 to 64)
+  // What starting a row costs, in units of 1/8 block: 1 to kMostRowStartUnits.
+  std::int32_t row_start_units;
   std::int32_t least_blocks;     // of a share of a row: less is not worth its merge
   bool may_be_even;              // whether rows that are alike are divided evenly
   std::int32_t least_units = 0;  // between two cuts, where that is more than the two above ask for
@@ -27,13 +30,17 @@ constexpr PlanModel cpu_plan(std::int32_t batch, std::int64_t query_rows) {
 }
 
 // CUDA: loading queries and writing a result takes about half a block's time. With more query rows
-// than this it takes two; a whole one is as much as a plan may count, or parts of short rows would
-// leave the others more blocks than its balance allows. And a partial result is then so large that
-// a share of one block is not worth its merge (docs/performance/h200.md).
+// than this it takes two; counted as more than one, parts of short rows would leave the others more
+// blocks than a plan's balance allows. And a partial result is then so large that a share of one
+// block is not worth its merge (docs/performance/h200.md).
 inline constexpr std::int32_t kCudaFewQueryRows = 32;
 constexpr PlanModel cuda_plan(std::int64_t query_rows) {
   if (query_rows <= kCudaFewQueryRows) return {4, 1, true};
   return {8, 2, true};
 }
+
+static_assert(cpu_plan(1, 1).row_start_units <= kMostRowStartUnits &&
+              cuda_plan(kCudaFewQueryRows).row_start_units <= kMostRowStartUnits &&
+              cuda_plan(kCudaFewQueryRows + 1).row_start_units <= kMostRowStartUnits);
 
 }  // namespace flashmla::tuning

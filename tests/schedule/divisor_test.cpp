@@ -13,6 +13,9 @@ using schedule::Divisor;
 
 constexpr std::int32_t kMost = 2147483647;
 
+// Known when compiled.
+static_assert(Divisor(64).quotient(129) == 2 && Divisor(7).remainder(20) == 6);
+
 // Numbers at which a quotient that is off by one shows: multiples and their neighbours.
 void expect_exact(std::int32_t divisor, std::mt19937& random) {
   std::vector<std::int32_t> numbers = {0, 1, divisor - 1, divisor, kMost - 1, kMost};
@@ -47,11 +50,6 @@ TEST(Divisor, IsExactAroundPowersOfTwoAndAtTheLimit) {
     }
   }
   for (const std::int32_t divisor : {kMost - 2, kMost - 1, kMost}) expect_exact(divisor, random);
-}
-
-TEST(Divisor, IsKnownWhenCompiled) {
-  static_assert(Divisor(64).quotient(129) == 2);
-  static_assert(Divisor(7).remainder(20) == 6);
 }
 
 }  // namespace

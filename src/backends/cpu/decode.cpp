@@ -15,8 +15,9 @@ constexpr std::size_t kAlignment = 64;
 
 // Groups are as large as the kernel takes, since each reads the cache once more, but where a plan
 // has too few rows to keep the threads busy they are cut smaller, down to what fills a tile. Where
-// every walk is but a share of a row, so that parts have the same queries, groups are of half as
-// many: a thread takes the same one of each part, and finds its queries and scratch in its cache.
+// every walk is but a share of a row, so that parts have the same queries, groups are of 128 rows
+// at most: a thread takes the same one of each part, and finds its queries and scratch in its cache
+// (docs/performance/cpu.md).
 WorkItems work_items(const Problem& problem, const DecodeKernel& kernel, std::int64_t num_row_walks,
                      bool only_shares, std::int32_t num_threads) {
   constexpr std::int32_t kLeastRows = 16;

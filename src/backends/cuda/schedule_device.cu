@@ -134,9 +134,8 @@ class SmallPlanner {
 
  private:
   static constexpr std::int32_t kMostBlocks = (1 << 16) - 1;  // of a thread's rows
-  static constexpr std::int32_t kMostStartUnits = 64;
   static_assert(kThreads * (std::int64_t{schedule::kUnitsPerBlock} * kMostBlocks +
-                            kMostStartUnits * kRows) <
+                            tuning::kMostRowStartUnits * kRows) <
                 1 << 30);
   static constexpr std::int32_t kTooMany = -1;
   enum NamedBarrier { kRowThreads = 1 };

@@ -108,6 +108,26 @@ TEST(PlanCut, GivesTheBytesOfTheHostPlanner) {
   }
 }
 
+// What the device plans in 32 bits at most: 65,535 blocks in the rows of a thread, 4096 parts.
+TEST(PlanCut, In32BitsAtTheirLimits) {
+  std::mt19937 random(13);
+  for (const std::size_t batch : {std::size_t{1}, std::size_t{3}, std::size_t{256}}) {
+    std::vector<std::int32_t> lengths(batch, 65535 * 64);
+    for (std::size_t row = 1; row < batch; ++row) {
+      lengths[row] -= static_cast<std::int32_t>(random() % 3) * 63;
+    }
+    for (const std::int32_t parts : {1, 132, 4096}) {
+      for (const schedule::PlanModel& model :
+           {schedule::PlanModel{4, 1, true}, schedule::PlanModel{64, 2, false}}) {
+        Plan expected;
+        schedule::plan_on_host(problem_of(lengths, parts, expected), model);
+        ASSERT_EQ(plan_in_groups<std::int32_t>(lengths, parts, model, 256), expected)
+            << batch << " " << parts;
+      }
+    }
+  }
+}
+
 TEST(PlanCut, LargeBatches) {
   std::mt19937 random(12);
   for (const std::size_t batch : {std::size_t{1025}, std::size_t{8192}, std::size_t{65536}}) {
