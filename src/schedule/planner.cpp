@@ -3,31 +3,6 @@
 #include <algorithm>
 
 namespace flashmla::schedule {
-namespace {
-
-// A place between two blocks: `block` blocks of `row` lie before it, and all of the rows before.
-struct Cut {
-  std::int32_t row;
-  std::int32_t block;
-  std::int32_t split;          // parts that walk blocks of `row` before this cut
-  std::int32_t blocks_before;  // blocks of row - 1, which a part that ends here at block 0 walks
-};
-
-void write_part(std::int32_t* fields, const Cut& begin, const Cut& end) {
-  for (std::int32_t field = 0; field < kPlanRowFields; ++field) fields[field] = 0;
-  if (begin.row == end.row && begin.block == end.block) {
-    fields[0] = -1;
-    return;
-  }
-  fields[0] = begin.row;
-  fields[1] = begin.block;
-  fields[2] = end.block > 0 ? end.row : end.row - 1;
-  fields[3] = end.block > 0 ? end.block : end.blocks_before;
-  fields[4] = begin.split;
-}
-
-}  // namespace
-
 void plan_on_host(const PlanProblem& problem, const PlanModel& model) {
   const std::int32_t row_start_units = model.row_start_units;
   const auto blocks_of = [&](std::int32_t row) {

@@ -159,6 +159,25 @@ FLASHMLA_HD constexpr Units first_inner_cut(Units offset, const Payload& payload
   return quotient(offset + row_start_units, payload) + 1;
 }
 
+// A place between two blocks: `block` blocks of `row` lie before it, and all of the rows before.
+struct Cut {
+  std::int32_t row;
+  std::int32_t block;
+  std::int32_t split;          // parts that walk blocks of `row` before this cut
+  std::int32_t blocks_before;  // blocks of row - 1, which a part that ends here at block 0 walks
+};
+
+// Writes the part between two cuts into fields[kPlanRowFields].
+FLASHMLA_HD inline void write_part(std::int32_t* fields, const Cut& begin, const Cut& end) {
+  const bool is_empty = begin.row == end.row && begin.block == end.block;
+  fields[0] = is_empty ? -1 : begin.row;
+  fields[1] = is_empty ? 0 : begin.block;
+  fields[2] = is_empty ? 0 : end.block > 0 ? end.row : end.row - 1;
+  fields[3] = is_empty ? 0 : end.block > 0 ? end.block : end.blocks_before;
+  fields[4] = is_empty ? 0 : begin.split;
+  fields[5] = fields[6] = fields[7] = 0;
+}
+
 // How many parts walk blocks of a row (1 for an empty row). Cuts inside a row are at least a block
 // apart because payload > kUnitsPerBlock, so each of them begins another split.
 template <class Units, class Payload>

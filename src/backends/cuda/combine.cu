@@ -1,6 +1,7 @@
 // The merge of rows that several parts walked, and merge_attention_states.
 #include <cstdint>
 
+#include "backends/cuda/common/launch.cuh"
 #include "backends/cuda/common/numeric.cuh"
 #include "backends/cuda/common/shared_memory.cuh"
 #include "backends/cuda/common/walk.cuh"
@@ -664,27 +665,14 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
   }
 }
 
-}  // namespace
-
-namespace {
-
 template <auto kKernel>
 cudaError_t launch(const CallShape& shape, int blocks, cudaStream_t stream) {
   const cudaError_t error =
       allow_shared_memory<kKernel>(static_cast<int>(shared_bytes_of(select::kCudaMaxParts)));
   if (error != cudaSuccess) return error;
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(blocks);
-  config.blockDim = dim3(kThreads);
-  config.dynamicSmemBytes = shared_bytes_of(shape.num_parts);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
   const FewItems items{Divisor(shape.num_heads_k * shape.query_rows), Divisor(shape.query_rows)};
-  return cudaLaunchKernelEx(&config, kKernel, shape, items);
+  return launch_overlapping(kKernel, blocks, kThreads, shared_bytes_of(shape.num_parts), stream,
+                            shape, items);
 }
 
 template <class Element>

@@ -7,22 +7,14 @@
 
 namespace flashmla::cuda {
 
-// A place between two blocks, as in the host planner.
-struct PlanCut {
-  std::int32_t row;
-  std::int32_t block;
-  std::int32_t split;          // parts that walk blocks of `row` before this cut
-  std::int32_t blocks_before;  // blocks of row - 1, which a part that ends here at block 0 walks
-};
-
 // Cut number `part` (at part * payload). The rows come in groups of rows_per_group; group_offset
 // (num_groups + 1) holds the exclusive prefix sums of their costs, so that a search among the
 // groups and a walk through one of them find the row. blocks_of(row) for row in [0, batch).
 template <class Units, class BlocksOf>
-FLASHMLA_HD PlanCut find_cut(std::int32_t part, Units payload, std::int32_t batch,
-                             const Units* group_offset, std::int32_t num_groups,
-                             std::int32_t rows_per_group, std::int32_t row_start_units,
-                             const BlocksOf& blocks_of) {
+FLASHMLA_HD schedule::Cut find_cut(std::int32_t part, Units payload, std::int32_t batch,
+                                   const Units* group_offset, std::int32_t num_groups,
+                                   std::int32_t rows_per_group, std::int32_t row_start_units,
+                                   const BlocksOf& blocks_of) {
   if (part == 0) return {0, 0, 0, 0};
   const Units at = part * payload;
   if (at > group_offset[num_groups]) {
@@ -57,18 +49,6 @@ FLASHMLA_HD PlanCut find_cut(std::int32_t part, Units payload, std::int32_t batc
     return {row, block, schedule::split_of_part(part, offset, payload, row_start_units), 0};
   }
   return {row, 0, 0, row > 0 ? blocks_of(row - 1) : 0};
-}
-
-// The row of the plan between two cuts, into fields[kPlanRowFields].
-FLASHMLA_HD inline void write_plan_row(std::int32_t* fields, const PlanCut& begin,
-                                       const PlanCut& end) {
-  const bool is_empty = begin.row == end.row && begin.block == end.block;
-  fields[0] = is_empty ? -1 : begin.row;
-  fields[1] = is_empty ? 0 : begin.block;
-  fields[2] = is_empty ? 0 : end.block > 0 ? end.row : end.row - 1;
-  fields[3] = is_empty ? 0 : end.block > 0 ? end.block : end.blocks_before;
-  fields[4] = is_empty ? 0 : begin.split;
-  fields[5] = fields[6] = fields[7] = 0;
 }
 
 }  // namespace flashmla::cuda

@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "backends/cuda/common/launch.cuh"
 #include "backends/cuda/common/params.cuh"
 #include "backends/cuda/kernels.hpp"
 #include "backends/cuda/plan_cut.hpp"
@@ -66,13 +67,14 @@ __device__ __forceinline__ void write_parts(std::int32_t thread, std::int32_t nu
   for (std::int32_t first = thread / 32 * kPartsOfWarp; first < problem.num_parts;
        first += num_threads / 32 * kPartsOfWarp) {
     const std::int32_t part = first + lane;
-    const PlanCut begin =
+    const schedule::Cut begin =
         find_cut(min(part, problem.num_parts), payload, problem.batch, group_offset, num_groups,
                  rows_per_group, model.row_start_units, blocks_of);
-    const PlanCut end{__shfl_down_sync(~0u, begin.row, 1), __shfl_down_sync(~0u, begin.block, 1), 0,
-                      __shfl_down_sync(~0u, begin.blocks_before, 1)};
+    const schedule::Cut end{__shfl_down_sync(~0u, begin.row, 1),
+                            __shfl_down_sync(~0u, begin.block, 1), 0,
+                            __shfl_down_sync(~0u, begin.blocks_before, 1)};
     if (lane < kPartsOfWarp && part < problem.num_parts) {
-      write_plan_row(fields_of(part), begin, end);
+      schedule::write_part(fields_of(part), begin, end);
     }
   }
 }
@@ -326,39 +328,27 @@ __global__ void __launch_bounds__(kThreads + SmallPlanner<kThreads, kRows>::kPar
   plan_any_rows<kThreads + Planner::kPartThreads>(problem, model, even_plan);
 }
 
-using PlanKernel = void (*)(PlanProblem, PlanModel, EvenPlan);
-
-cudaError_t launch(PlanKernel kernel, int threads, const PlanProblem& problem,
-                   const PlanModel& model, cudaStream_t stream) {
-  cudaLaunchAttribute overlap;
-  overlap.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  overlap.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config{};
-  config.gridDim = dim3(1);
-  config.blockDim = dim3(threads);
-  config.stream = stream;
-  config.attrs = &overlap;
-  config.numAttrs = 1;
-  return cudaLaunchKernelEx(&config, kernel, problem, model,
-                            schedule::even_plan_of_batch(problem.batch, problem.num_parts, model));
-}
-
 template <int kThreads, int kRows>
-cudaError_t launch_rows(const PlanProblem& problem, const PlanModel& model, cudaStream_t stream) {
-  return launch(plan_rows_kernel<kThreads, kRows>,
-                kThreads + SmallPlanner<kThreads, kRows>::kPartThreads, problem, model, stream);
+cudaError_t launch_rows(const PlanProblem& problem, const PlanModel& model,
+                        const EvenPlan& even_plan, cudaStream_t stream) {
+  return launch_overlapping(plan_rows_kernel<kThreads, kRows>, 1,
+                            kThreads + SmallPlanner<kThreads, kRows>::kPartThreads, 0, stream,
+                            problem, model, even_plan);
 }
 
 }  // namespace
 
 cudaError_t launch_plan(const PlanProblem& problem, const PlanModel& model, cudaStream_t stream) {
+  const EvenPlan even_plan = schedule::even_plan_of_batch(problem.batch, problem.num_parts, model);
   // With more parts a product might not fit in 32 bits, nor the splits of a thread's rows in 16.
   if (problem.num_parts <= select::kCudaMaxParts) {
-    if (problem.batch <= 256) return launch_rows<256, 1>(problem, model, stream);
-    if (problem.batch <= 1024) return launch_rows<256, 4>(problem, model, stream);
-    if (problem.batch <= 8 * 1024) return launch_rows<512, 16>(problem, model, stream);
+    if (problem.batch <= 256) return launch_rows<256, 1>(problem, model, even_plan, stream);
+    if (problem.batch <= 1024) return launch_rows<256, 4>(problem, model, even_plan, stream);
+    if (problem.batch <= 8 * 1024) return launch_rows<512, 16>(problem, model, even_plan, stream);
   }
-  return launch(plan_any_rows_kernel<1024>, 1024, problem, model, stream);
+  constexpr int kThreads = 1024;
+  return launch_overlapping(plan_any_rows_kernel<kThreads>, 1, kThreads, 0, stream, problem, model,
+                            even_plan);
 }
 
 }  // namespace flashmla::cuda

@@ -67,7 +67,7 @@ Plan plan_in_groups(const std::vector<std::int32_t>& lengths, std::int32_t num_p
     if (is_even) {
       schedule::write_even_part<Units>(fields, part, batch, even, blocks_of);
     } else {
-      cuda::write_plan_row(fields, cut(part), cut(part + 1));
+      schedule::write_part(fields, cut(part), cut(part + 1));
     }
   }
   plan.num_splits[0] = 0;
