@@ -20,6 +20,7 @@ class Mutation(NamedTuple):
 
 PLANNER = r"^Planner\."
 HAND_PLANS = r"/Decode\.(FollowsPlansByHand|RandomCalls).*cpu_portable_bf16"
+AMX = r"^Amx\."
 
 MUTATIONS = [
     # --- problem: the only place that rejects input
@@ -300,5 +301,66 @@ MUTATIONS = [
         "static_cast<std::size_t>(worker) * layout.scratch_stride;",
         "static_cast<std::size_t>(worker) * 0;",
         r"/Decode\.SameBits.*cpu_portable_bf16|^Threads\.",
+    ),
+    # --- backends/cpu/amx: masks, raised references, tails, pages, merges
+    Mutation(
+        "backends/cpu/amx/softmax.hpp",
+        "return _mm512_cmpgt_epi32_mask(visible, _mm512_set1_epi32(index));",
+        "return _mm512_cmpge_epi32_mask(visible, _mm512_set1_epi32(index));",
+        AMX,
+    ),
+    Mutation(
+        "backends/cpu/amx/softmax.hpp",
+        "scratch_.totals[row_tile_ * kTileRows + row] *= static_cast<double>(factor);",
+        "scratch_.totals[row_tile_ * kTileRows + row] *= factor > 0.0f ? 1.0 : 0.0;",
+        AMX,
+    ),
+    Mutation(
+        "backends/cpu/amx/softmax.hpp",
+        "rescale_weights(weights(0), weights(unit_), row, _mm512_set1_ps(factor));",
+        "rescale_weights(weights(0), weights(0), row, _mm512_set1_ps(factor));",
+        AMX,
+    ),
+    Mutation(
+        "backends/cpu/amx/softmax.hpp",
+        "if (begin_ == 0) return;",
+        "if (begin_ >= 0) return;",
+        AMX,
+    ),
+    Mutation(
+        "backends/cpu/amx/softmax.hpp",
+        "_mm512_mask_sub_ps(p[0], 0xff00, p[0],",
+        "_mm512_mask_sub_ps(p[0], 0xfe00, p[0],",
+        AMX,
+    ),
+    Mutation(
+        "backends/cpu/amx/kernels.cpp",
+        "<= problem_.page_size && first + kTileRows <= end_) {",
+        "<= problem_.page_size && first < end_) {",
+        AMX,
+    ),
+    Mutation(
+        "backends/cpu/amx/kernels.cpp",
+        "if (token % problem_.page_size + kTileRows <= problem_.page_size &&",
+        "if (token % problem_.page_size < problem_.page_size &&",
+        AMX,
+    ),
+    Mutation(
+        "backends/cpu/amx/kernels.cpp",
+        "if (!empty && !(is_finite && is_exact)) overflown_.add(row);",
+        "if (!empty && !(is_finite || is_exact)) overflown_.add(row);",
+        AMX,
+    ),
+    Mutation(
+        "backends/cpu/amx/kernels.cpp",
+        "const float weight = partials.weights[i * partials.weight_stride];",
+        "const float weight = partials.weights[i];",
+        AMX,
+    ),
+    Mutation(
+        "backends/cpu/amx/interleave.hpp",
+        "column_bytes_ + piece % 2 * (2 * kPairs) * stride;",
+        "column_bytes_ + piece % 2 * kPairs * stride;",
+        AMX,
     ),
 ]
