@@ -302,6 +302,25 @@ MUTATIONS = [
         "static_cast<std::size_t>(worker) * 0;",
         r"/Decode\.SameBits.*cpu_portable_bf16|^Threads\.",
     ),
+    # --- backends/cuda/plan_cut.hpp: what the device planner makes of groups of rows
+    Mutation(
+        "backends/cuda/plan_cut.hpp",
+        "static_cast<std::int32_t>(end < batch ? end : batch)};",
+        "static_cast<std::int32_t>(end)};",
+        r"^PlanCut\.",
+    ),
+    Mutation(
+        "backends/cuda/plan_cut.hpp",
+        "group : num_groups] < at && group < num_groups;",
+        "group : num_groups] <= at && group < num_groups;",
+        r"^PlanCut\.",
+    ),
+    Mutation(
+        "backends/cuda/plan_cut.hpp",
+        "while (offset + cost < at) {",
+        "while (offset + cost <= at) {",
+        r"^PlanCut\.",
+    ),
     # --- backends/cpu/amx: masks, raised references, tails, pages, merges
     Mutation(
         "backends/cpu/amx/softmax.hpp",

@@ -1,4 +1,5 @@
-// The device planner's search for one cut of the plan, which also runs on the host, for its tests.
+// What the device planner makes of groups of rows, among them the search for one cut of the plan.
+// It also runs on the host, for its tests.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +7,23 @@
 #include "schedule/planner.hpp"
 
 namespace flashmla::cuda {
+
+// Rows [begin, end) of a batch.
+struct RowRange {
+  std::int32_t begin, end;
+};
+
+// Rows of each of num_groups groups of a batch; of the last ones fewer, or none.
+FLASHMLA_HD constexpr std::int32_t rows_in_each_group(std::int32_t batch, std::int32_t num_groups) {
+  return batch / num_groups + (batch % num_groups != 0 ? 1 : 0);
+}
+
+FLASHMLA_HD constexpr RowRange rows_of_group(std::int32_t group, std::int32_t rows_per_group,
+                                             std::int32_t batch) {
+  const std::int64_t begin = std::int64_t{group} * rows_per_group, end = begin + rows_per_group;
+  return {static_cast<std::int32_t>(begin < batch ? begin : batch),
+          static_cast<std::int32_t>(end < batch ? end : batch)};
+}
 
 // Cut number `part` (at part * payload). The rows come in groups of rows_per_group; group_offset
 // (num_groups + 1) holds the exclusive prefix sums of their costs, so that a search among the

@@ -35,10 +35,11 @@ __device__ __forceinline__ Number exclusive_sum_of_warp(Number value, Number* to
 
 // The sum of what the warps before this one hold; `total` is that of all. sums: one a warp.
 template <int kWarps, class Number>
-__device__ __forceinline__ Number sum_of_warps_before(const Number* sums, Number* total) {
+__device__ __forceinline__ Number sum_of_warps_before(const Number* sums, Number* total = nullptr) {
   const int lane = threadIdx.x % 32;
-  const Number before =
-      exclusive_sum_of_warp<kWarps>(lane < kWarps ? sums[lane] : Number{0}, total);
+  Number all;
+  const Number before = exclusive_sum_of_warp<kWarps>(lane < kWarps ? sums[lane] : Number{0}, &all);
+  if (total != nullptr) *total = all;
   return __shfl_sync(~0u, before, threadIdx.x / 32);
 }
 
@@ -249,9 +250,9 @@ __device__ __forceinline__ void plan_any_rows(const PlanProblem& problem, const 
   __shared__ std::int32_t warp_most[kWarps], warp_splits[kWarps];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const std::int32_t batch = problem.batch, start = model.row_start_units;
-  const std::int32_t rows_per_group = (batch + kThreads - 1) / kThreads;
-  const std::int32_t first = min(static_cast<std::int32_t>(threadIdx.x) * rows_per_group, batch);
-  const std::int32_t end = min(first + rows_per_group, batch);
+  const std::int32_t rows_per_group = rows_in_each_group(batch, kThreads);
+  const auto [first, end] =
+      rows_of_group(static_cast<std::int32_t>(threadIdx.x), rows_per_group, batch);
   const auto blocks_of = [&](std::int32_t row) {
     return schedule::blocks_of_length(problem.cache_seqlens[row * problem.cache_seqlens_stride]);
   };
@@ -292,11 +293,11 @@ __device__ __forceinline__ void plan_any_rows(const PlanProblem& problem, const 
     offset += schedule::row_cost(blocks, start);
     problem.num_splits[row + 1] = splits;
   }
-  std::int32_t splits_of_warp, all_splits;
+  std::int32_t splits_of_warp;
   std::int32_t splits_before = exclusive_sum_of_warp<32>(splits, &splits_of_warp);
   if (lane == 0) warp_splits[warp] = splits_of_warp;
   __syncthreads();
-  splits_before += sum_of_warps_before<kWarps>(warp_splits, &all_splits);
+  splits_before += sum_of_warps_before<kWarps>(warp_splits);
   for (std::int32_t row = first; row < end; ++row) problem.num_splits[row + 1] += splits_before;
   if (threadIdx.x == 0) problem.num_splits[0] = 0;
 

@@ -5,6 +5,8 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <cstdint>
+#include <limits>
 #include <random>
 #include <vector>
 
@@ -38,7 +40,7 @@ Plan plan_in_groups(const std::vector<std::int32_t>& lengths, std::int32_t num_p
   Plan plan;
   const PlanProblem problem = problem_of(lengths, num_parts, plan);
   const std::int32_t batch = problem.batch;
-  const std::int32_t rows_per_group = (batch + num_groups - 1) / num_groups;
+  const std::int32_t rows_per_group = cuda::rows_in_each_group(batch, num_groups);
   const auto blocks_of = [&](std::int32_t row) {
     return schedule::blocks_of_length(lengths[static_cast<std::size_t>(row)]);
   };
@@ -46,8 +48,8 @@ Plan plan_in_groups(const std::vector<std::int32_t>& lengths, std::int32_t num_p
   std::int32_t most_blocks = 0;
   for (std::int32_t group = 0; group < num_groups; ++group) {
     Units cost = 0;
-    const std::int32_t end = std::min((group + 1) * rows_per_group, batch);
-    for (std::int32_t row = group * rows_per_group; row < end; ++row) {
+    const auto [begin, end] = cuda::rows_of_group(group, rows_per_group, batch);
+    for (std::int32_t row = begin; row < end; ++row) {
       cost += static_cast<Units>(schedule::row_cost(blocks_of(row), model.row_start_units));
       most_blocks = std::max(most_blocks, blocks_of(row));
     }
@@ -124,6 +126,33 @@ TEST(PlanCut, In32BitsAtTheirLimits) {
         ASSERT_EQ(plan_in_groups<std::int32_t>(lengths, parts, model, 256), expected)
             << batch << " " << parts;
       }
+    }
+  }
+}
+
+// Up to the most rows that int32 counts, by the threads of every block that plans: the groups
+// follow one another, and together are all rows.
+TEST(PlanCut, GroupsCoverEveryBatch) {
+  constexpr std::int32_t kMost = std::numeric_limits<std::int32_t>::max();
+  std::vector<std::int32_t> batches = {0, 1, 2, 415, 416, 417, 1023, 1024, 1025, 100000, 1 << 30};
+  // About as many that the last group ends past int32.
+  for (const std::int32_t fewer : {0, 1, 2, 671, 1022, 1023, 1024, 1 << 21, (1 << 21) + 1}) {
+    batches.push_back(kMost - fewer);
+  }
+  for (const std::int32_t batch : batches) {
+    for (const std::int32_t groups : {1, 3, 416, 672, 1024}) {
+      const std::int32_t rows_per_group = cuda::rows_in_each_group(batch, groups);
+      ASSERT_GE(std::int64_t{rows_per_group} * groups, batch);
+      ASSERT_LT(std::int64_t{rows_per_group} * groups, std::int64_t{batch} + groups);
+      std::int32_t covered = 0;
+      for (std::int32_t group = 0; group < groups; ++group) {
+        const auto [begin, end] = cuda::rows_of_group(group, rows_per_group, batch);
+        ASSERT_EQ(begin, covered) << batch << " rows, group " << group << " of " << groups;
+        ASSERT_GE(end, begin) << batch << " rows, group " << group << " of " << groups;
+        ASSERT_LE(end - begin, rows_per_group);
+        covered = end;
+      }
+      ASSERT_EQ(covered, batch) << groups << " groups";
     }
   }
 }
