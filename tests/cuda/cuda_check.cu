@@ -5,6 +5,7 @@
 #include <initializer_list>
 #include <limits>
 
+#include "backends/cuda/common/launch.cuh"
 #include "backends/cuda/common/params.cuh"
 #include "backends/cuda/ptx/launch.cuh"
 #include "cuda/cases.cuh"
@@ -95,6 +96,12 @@ bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
   return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
+// Of ordinary bf16 inputs.
+bool is_right(const Instance& instance) {
+  const Errors errors = compare_with_reference(instance, instance.problem.batch);
+  return errors.out <= 3e-3 && errors.lse <= 2e-5 && !errors.has_bad_values;
+}
+
 // Right, untouched wherever no result lies, the same bits on every run.
 void check_case(const Case& spec, std::uint32_t seed, int runs, bool unwritten) {
   Instance instance = make_instance(spec, seed);
@@ -145,48 +152,118 @@ void check_case(const Case& spec, std::uint32_t seed, int runs, bool unwritten) 
              (untouched ? "" : " TOUCHED"));
 }
 
-// The device planner's bytes against the host's.
-void check_plans() {
+// What a planner writes: all of it, and nothing around it.
+class PlanWords {
+ public:
+  // With `unwritten` nothing is written here, and nothing lies around it, for tools that watch
+  // both.
+  PlanWords(std::size_t size, bool unwritten)
+      : guard_(unwritten ? 0 : kGuard), words_(guard_ + size + guard_) {
+    if (!unwritten) words_.fill(kGuardByte);
+  }
+  std::int32_t* data() const { return words_.data() + guard_; }
+
+  bool are(const std::vector<std::int32_t>& want) const {
+    std::int32_t untouched;
+    std::memset(&untouched, kGuardByte, sizeof untouched);
+    std::vector<std::int32_t> all(guard_, untouched);
+    all.insert(all.end(), want.begin(), want.end());
+    all.resize(all.size() + guard_, untouched);
+    return words_.download() == all;
+  }
+
+ private:
+  static constexpr std::size_t kGuard = 64;  // words; data() stays a multiple of 256 bytes
+  std::size_t guard_;
+  DeviceArray<std::int32_t> words_;
+};
+
+struct PlanLengths {
+  std::string name;
+  std::vector<std::int32_t> lengths;
+};
+
+// Lengths that a planner may take for random ones, for nearly alike, and for too many blocks.
+std::vector<PlanLengths> plan_lengths(int batch, bool few, std::mt19937& random) {
+  std::vector<PlanLengths> list;
+  const auto add_all = [&](const std::string& name, const auto& length_of) {
+    std::vector<std::int32_t> lengths(batch);
+    for (int row = 0; row < batch; ++row) lengths[row] = length_of(row);
+    list.push_back({name, std::move(lengths)});
+  };
+  const std::vector<std::int32_t> most =
+      few ? std::vector<std::int32_t>{5000}
+          : std::vector<std::int32_t>{0, 1, 100, 200000, 5000000, 2000000000};
+  for (const std::int32_t length : most) {
+    add_all("up to " + std::to_string(length),
+            [&](int) { return static_cast<std::int32_t>(random() % (length + 1)); });
+  }
+  const std::vector<std::int32_t> alike =
+      few ? std::vector<std::int32_t>{4096} : std::vector<std::int32_t>{4096, 8192};
+  for (const std::int32_t length : alike) {
+    add_all("about " + std::to_string(length),
+            [&](int) { return length - static_cast<std::int32_t>(random() % 64); });
+  }
+  // So many blocks in the rows of a thread are planned in 32 bits, one more in 64: in a row whose
+  // neighbours have none, and in two neighbours.
+  constexpr std::int32_t kMostBlocks = 65535, kNeighbours = 16;
+  const auto add_long = [&](const std::string& name, std::int32_t long_rows, std::int32_t tokens) {
+    add_all(name, [&](int row) {
+      const int place = row - batch / 2 / kNeighbours * kNeighbours;
+      if (place >= 0 && place < kNeighbours) return place < long_rows ? tokens : 0;
+      return static_cast<std::int32_t>(random() % 1000);
+    });
+  };
+  add_long("a block too many", 1, kMostBlocks * kBlockTokens + 1);
+  if (few) return list;
+  add_long("as many blocks as fit", 1, kMostBlocks * kBlockTokens);
+  add_long("a block too many in two rows", 2, (kMostBlocks + 1) / 2 * kBlockTokens);
+  return list;
+}
+
+// The device planner's bytes against the host's. small: by every kernel of it and both its paths.
+void check_plans(bool small) {
   std::mt19937 random(5);
+  using Numbers = std::vector<std::int32_t>;
+  const Numbers batches =
+      small ? Numbers{1, 257, 1025, 8193}
+            : Numbers{0, 1, 2, 7, 128, 256, 257, 1000, 1024, 1025, 8192, 8193, 65536, 100000};
+  const Numbers all_parts =
+      small ? Numbers{132}
+            : Numbers{1, 66, 132, 1500, select::kCudaMaxParts, select::kCudaMaxParts + 1};
   int plans = 0, different = 0;
-  for (const int batch : {0, 1, 2, 7, 128, 256, 257, 1000, 1024, 1025, 8192, 8193, 65536, 100000}) {
-    for (const int parts : {1, 66, 132, 1500, 4097}) {
-      // Random lengths up to `most`; and, where that is negative, lengths that are nearly alike.
-      for (const int most : {0, 1, 100, 200000, 5000000, 2000000000, -4096, -8192}) {
-        std::vector<std::int32_t> lengths(batch);
-        for (std::int32_t& length : lengths) {
-          length = most >= 0 ? static_cast<std::int32_t>(random() % (most + 1))
-                             : -most - static_cast<std::int32_t>(random() % 64);
-        }
-        std::vector<std::int32_t> want_rows(parts * kPlanRowFields), want_splits(batch + 1);
-        PlanProblem plan{};
-        plan.batch = batch;
-        plan.num_heads_per_head_k = parts == 66 ? 128 : 16;
-        plan.cache_seqlens = lengths.data();
-        plan.cache_seqlens_stride = 1;
-        plan.plan_rows = want_rows.data();
-        plan.num_parts = parts;
-        plan.num_splits = want_splits.data();
-        schedule::plan_on_host(plan, tuning::cuda_plan(plan.num_heads_per_head_k));
-        // On the device every other number is a length.
-        std::vector<std::int32_t> spread(2 * lengths.size(), kBetween);
-        for (std::size_t row = 0; row < lengths.size(); ++row) spread[2 * row] = lengths[row];
-        DeviceArray<std::int32_t> device_lengths(spread), rows(want_rows.size()),
-            splits(want_splits.size());
-        rows.fill(0xff);
-        splits.fill(0xff);
-        plan.cache_seqlens = device_lengths.data();
-        plan.cache_seqlens_stride = 2;
-        plan.plan_rows = rows.data();
-        plan.num_splits = splits.data();
-        require(cuda::plan(plan, nullptr));
-        FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
-        ++plans;
-        if (rows.download() != want_rows || splits.download() != want_splits) {
-          ++different;
-          report("plan b" + std::to_string(batch) + " parts" + std::to_string(parts) + " most" +
-                     std::to_string(most),
-                 false, "differs from the host's");
+  for (const std::int32_t batch : batches) {
+    for (const auto& [name, lengths] : plan_lengths(batch, small, random)) {
+      // On the device every other number is a length.
+      std::vector<std::int32_t> spread(2 * lengths.size(), kBetween);
+      for (std::size_t row = 0; row < lengths.size(); ++row) spread[2 * row] = lengths[row];
+      const DeviceArray<std::int32_t> device_lengths(spread);
+      for (const std::int32_t parts : all_parts) {
+        for (const std::int32_t query_rows : {16, 128}) {
+          std::vector<std::int32_t> want_rows(parts * kPlanRowFields), want_splits(batch + 1);
+          PlanProblem plan{};
+          plan.batch = batch;
+          plan.num_heads_per_head_k = query_rows;
+          plan.cache_seqlens = lengths.data();
+          plan.cache_seqlens_stride = 1;
+          plan.plan_rows = want_rows.data();
+          plan.num_parts = parts;
+          plan.num_splits = want_splits.data();
+          schedule::plan_on_host(plan, tuning::cuda_plan(query_rows));
+          const PlanWords rows(want_rows.size(), small), splits(want_splits.size(), small);
+          plan.cache_seqlens = device_lengths.data();
+          plan.cache_seqlens_stride = 2;
+          plan.plan_rows = rows.data();
+          plan.num_splits = splits.data();
+          require(cuda::plan(plan, nullptr));
+          FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+          ++plans;
+          if (!rows.are(want_rows) || !splits.are(want_splits)) {
+            ++different;
+            report("plan b" + std::to_string(batch) + " parts" + std::to_string(parts) + " h" +
+                       std::to_string(query_rows) + " " + name,
+                   false, "differs from the host's, or touched more");
+          }
         }
       }
     }
@@ -205,14 +282,8 @@ void check_graph(int heads, int replays) {
   cudaStream_t stream, other;
   FLASHMLA_CUDA_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
   FLASHMLA_CUDA_REQUIRE(cudaStreamCreateWithFlags(&other, cudaStreamNonBlocking));
-  PlanProblem plan{};
-  plan.batch = instance.problem.batch;
-  plan.num_heads_per_head_k = instance.problem.query_rows();
-  plan.cache_seqlens = instance.problem.cache_seqlens;
-  plan.cache_seqlens_stride = 1;
-  plan.plan_rows = instance.plan_rows.data();
-  plan.num_parts = instance.problem.num_parts;
-  plan.num_splits = instance.num_splits.data();
+  const PlanProblem plan =
+      plan_problem(instance.problem, instance.plan_rows.data(), instance.num_splits.data());
   cudaGraph_t graph;
   cudaGraphExec_t executable;
   FLASHMLA_CUDA_REQUIRE(cudaStreamBeginCapture(stream, cudaStreamCaptureModeThreadLocal));
@@ -230,8 +301,7 @@ void check_graph(int heads, int replays) {
       FLASHMLA_CUDA_REQUIRE(cudaGraphLaunch(executable, stream));
     }
     FLASHMLA_CUDA_REQUIRE(cudaStreamSynchronize(stream));
-    const Errors errors = compare_with_reference(instance, instance.problem.batch);
-    ok = ok && errors.out <= 3e-3 && errors.lse <= 2e-5 && !errors.has_bad_values;
+    ok = ok && is_right(instance);
 
     // The same plan on two streams, each with its own workspace and result.
     Problem second = instance.problem;
@@ -499,6 +569,170 @@ void check_late_writes() {
   cudaStreamDestroy(stream);
 }
 
+// Problems that the device plans anew, between them by each of its kernels and for each of the
+// attention kernels.
+constexpr struct {
+  std::int32_t batch, heads, tokens;
+} kPlanned[] = {{5, 8, 2}, {5, 16, 2}, {5, 64, 2}, {300, 16, 1}, {1100, 8, 1}, {8200, 1, 1}};
+
+// Every eighth row is longer than a block; which of them, and so the plan, depends on the seed.
+std::vector<std::int32_t> uneven_lengths(std::int32_t batch, std::uint32_t seed) {
+  std::mt19937 random(seed);
+  std::vector<std::int32_t> lengths(batch);
+  for (std::int32_t row = 0; row < batch; ++row) {
+    const bool is_long = row % 8 == static_cast<std::int32_t>(seed % 8);
+    lengths[row] = static_cast<std::int32_t>(is_long ? 100 + random() % 200 : random() % 24);
+  }
+  return lengths;
+}
+
+Case planned_case(std::int32_t batch, std::int32_t heads, std::int32_t tokens, std::uint32_t seed) {
+  Case spec;
+  spec.lengths = uneven_lengths(batch, seed);
+  spec.num_heads_q = heads;
+  spec.seq_len_q = tokens;
+  spec.page_size = 16;
+  return spec;
+}
+
+std::string planned_name(std::int32_t batch, std::int32_t heads, std::int32_t tokens) {
+  return "b" + std::to_string(batch) + " h" + std::to_string(heads) + " s" + std::to_string(tokens);
+}
+
+// The planner begins while the grid before it still writes the lengths, attention while the planner
+// still writes the plan: neither may use what it finds there too early.
+void check_late_lengths() {
+  cudaStream_t stream;
+  FLASHMLA_CUDA_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  for (const auto& [batch, heads, tokens] : kPlanned) {
+    const Instance instance = make_instance(planned_case(batch, heads, tokens, 1), 33);
+    instance.launch();
+    FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+    bool ok = is_right(instance);
+    const std::vector<std::uint16_t> want_out = instance.out.download();
+    const std::vector<float> want_lse = instance.lse.download();
+    const std::vector<std::int32_t> want_rows = instance.plan_rows.download(),
+                                    want_splits = instance.num_splits.download();
+    const PlanProblem plan =
+        plan_problem(instance.problem, instance.plan_rows.data(), instance.num_splits.data());
+    const DeviceArray<std::int32_t> lengths(instance.lengths.download()),
+        other_lengths(uneven_lengths(batch, 2));
+    LateWrites writes{};
+    writes.tensors[0] = {reinterpret_cast<std::uint32_t*>(instance.lengths.data()),
+                         reinterpret_cast<const std::uint32_t*>(lengths.data()), lengths.size()};
+    // What is found too early: other lengths and their plan, or the same byte everywhere.
+    for (const int byte : {-1, 0x00, 0x7f, 0xff}) {
+      for (int round = 0; round < 3; ++round) {
+        if (byte < 0) {
+          FLASHMLA_CUDA_REQUIRE(cudaMemcpy(instance.lengths.data(), other_lengths.data(),
+                                           other_lengths.size() * sizeof(std::int32_t),
+                                           cudaMemcpyDeviceToDevice));
+          require(cuda::plan(plan, nullptr));
+        } else {
+          instance.lengths.fill(byte);
+          instance.plan_rows.fill(byte);
+          instance.num_splits.fill(byte);
+        }
+        instance.out.fill(0xff);
+        instance.lse.fill(0xff);
+        poison_workspace(instance, kNoMark, false);
+        FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+        ok = ok && instance.plan_rows.download() != want_rows;
+        write_late<<<1, 512, 0, stream>>>(writes);
+        require(cuda::plan(plan, stream));
+        instance.launch(stream);
+        FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+        ok = ok && instance.plan_rows.download() == want_rows &&
+             instance.num_splits.download() == want_splits && instance.out.download() == want_out &&
+             same_bits(instance.lse.download(), want_lse);
+      }
+    }
+    report("lengths written late, " + planned_name(batch, heads, tokens), ok, "");
+  }
+  cudaStreamDestroy(stream);
+}
+
+// Writes the lengths of the next call once all calls before are done with theirs.
+__global__ void copy_lengths(const std::int32_t* from, std::int32_t* to, int count) {
+  cuda::ptx::allow_next_grid();
+  cuda::ptx::wait_for_previous_grid();
+  for (int i = threadIdx.x; i < count; i += blockDim.x) to[i] = from[i];
+}
+
+// Calls that follow one another at once, each with other lengths, which are copied to where those
+// of the call before were, and a plan in the place of its plan.
+void check_replanning() {
+  constexpr std::uint32_t kCalls = 3;
+  cudaStream_t stream;
+  FLASHMLA_CUDA_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
+  for (const auto& [batch, heads, tokens] : kPlanned) {
+    std::vector<Instance> instances;
+    for (std::uint32_t seed = 0; seed < kCalls; ++seed) {
+      instances.push_back(make_instance(planned_case(batch, heads, tokens, seed), 51 + seed));
+    }
+    const std::int32_t parts = instances[0].problem.num_parts;
+    const DeviceArray<std::int32_t> lengths(batch), rows(instances[0].plan_rows.size()),
+        splits(batch + 1);
+    std::size_t workspace_bytes = 0;
+    for (const Instance& instance : instances) {
+      workspace_bytes = std::max(workspace_bytes, instance.workspace.size());
+    }
+    const DeviceArray<std::uint8_t> workspace(workspace_bytes);
+    const auto call = [&](const Instance& instance, bool by_copy_engine) {
+      Problem problem = instance.problem;
+      problem.cache_seqlens = lengths.data();
+      problem.plan_rows = rows.data();
+      problem.num_splits = splits.data();
+      if (by_copy_engine) {
+        FLASHMLA_CUDA_REQUIRE(cudaMemcpyAsync(lengths.data(), instance.lengths.data(),
+                                              batch * sizeof(std::int32_t),
+                                              cudaMemcpyDeviceToDevice, stream));
+      } else {
+        FLASHMLA_CUDA_REQUIRE(cuda::launch_overlapping(
+            copy_lengths, 1, 512, 0, stream, instance.lengths.data(), lengths.data(), batch));
+      }
+      require(cuda::plan(plan_problem(problem, rows.data(), splits.data()), stream));
+      require(cuda::decode(problem, select_kernel(problem, {}), workspace.data(), stream));
+    };
+    const auto poison = [&] {
+      for (const Instance& instance : instances) {
+        instance.out.fill(0xff);
+        instance.lse.fill(0xff);
+      }
+      for (const DeviceArray<std::int32_t>* numbers : {&lengths, &rows, &splits}) {
+        numbers->fill(0xff);
+      }
+      workspace.fill(kNoMark);
+      FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+    };
+    bool ok = true;
+    std::vector<std::vector<std::uint16_t>> want_outs;
+    std::vector<std::vector<float>> want_lses;
+    poison();
+    for (const Instance& instance : instances) {
+      call(instance, true);
+      FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+      ok = ok && is_right(instance);
+      want_outs.push_back(instance.out.download());
+      want_lses.push_back(instance.lse.download());
+    }
+    for (int round = 0; round < 20; ++round) {
+      poison();
+      for (int i = 0; i < 4; ++i) {
+        for (const Instance& instance : instances) call(instance, round % 4 == 3);
+      }
+      FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+      for (std::size_t i = 0; i < instances.size(); ++i) {
+        ok = ok && instances[i].out.download() == want_outs[i] &&
+             same_bits(instances[i].lse.download(), want_lses[i]);
+      }
+    }
+    report("planned anew in succession, " + planned_name(batch, heads, tokens), ok,
+           std::to_string(parts) + " parts");
+  }
+  cudaStreamDestroy(stream);
+}
+
 // Calls that follow one another at once, in one workspace.
 void check_succession() {
   constexpr struct {
@@ -686,6 +920,7 @@ int main(int argc, char** argv) {
     if (small || is_chosen(spec.name)) check_case(spec, seed, small ? 1 : 3, small);
   }
   if (small || is_chosen("hostile")) check_hostile(small);
+  if (small || is_chosen("plans")) check_plans(small);
   if (!small) {
     if (is_chosen("merge-states")) {
       check_merge<float>(DType::kFloat32, 0.0);
@@ -693,11 +928,16 @@ int main(int argc, char** argv) {
       check_merge<__half>(DType::kFloat16, 0x1p-11);
     }
     if (is_chosen("divisor")) check_divisor();
-    if (is_chosen("plans")) check_plans();
     if (is_chosen("large-cache")) check_large_cache();
     if (is_chosen("large-strides")) check_large_strides();
-    if (is_chosen("late-writes")) check_late_writes();
-    if (is_chosen("succession")) check_succession();
+    if (is_chosen("late-writes")) {
+      check_late_writes();
+      check_late_lengths();
+    }
+    if (is_chosen("succession")) {
+      check_succession();
+      check_replanning();
+    }
     if (is_chosen("graph")) {
       for (const int heads : {16, 32, 128}) check_graph(heads, 500);
     }

@@ -273,6 +273,21 @@ inline const select::KernelRow& select_kernel(const Problem& problem, std::strin
   return *row.value();
 }
 
+// The planning of a problem, to `rows` and `num_splits`, which are contiguous.
+inline PlanProblem plan_problem(const Problem& problem, std::int32_t* rows,
+                                std::int32_t* num_splits) {
+  PlanProblem plan{};
+  plan.device = problem.device;
+  plan.batch = problem.batch;
+  plan.num_heads_per_head_k = problem.query_rows();
+  plan.cache_seqlens = problem.cache_seqlens;
+  plan.cache_seqlens_stride = problem.cache_seqlens_stride;
+  plan.plan_rows = rows;
+  plan.num_parts = problem.num_parts;
+  plan.num_splits = num_splits;
+  return plan;
+}
+
 // A problem in device memory, with everything that it owns.
 struct Instance {
   Case spec;
@@ -308,14 +323,7 @@ struct Instance {
 
 inline void Instance::make_own_plan() {
   DeviceArray<std::int32_t> rows(static_cast<std::size_t>(problem.num_parts) * kPlanRowFields);
-  PlanProblem plan{};
-  plan.batch = problem.batch;
-  plan.num_heads_per_head_k = problem.query_rows();
-  plan.cache_seqlens = problem.cache_seqlens;
-  plan.cache_seqlens_stride = problem.cache_seqlens_stride;
-  plan.plan_rows = rows.data();
-  plan.num_parts = problem.num_parts;
-  plan.num_splits = num_splits.data();
+  const PlanProblem plan = plan_problem(problem, rows.data(), num_splits.data());
   require(cuda::plan(plan, nullptr));
   constexpr std::size_t kBytes = kPlanRowFields * sizeof(std::int32_t);
   FLASHMLA_CUDA_REQUIRE(cudaMemcpy2D(plan_rows.data(), plan_pitch * sizeof(std::int32_t),
