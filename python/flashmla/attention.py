@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Sequence
 
 import torch
@@ -152,7 +153,7 @@ def flash_mla_with_kvcache(
     _check_arguments(required, optional, head_dim_v)
     if out is None and softmax_lse is None:
         return torch.ops.flashmla.decode(*shared, visible_lens)
-    out_shape, lse_shape = _result_shapes(q, head_dim_v)
+    out_shape, lse_shape = result_shapes(q, head_dim_v)
     if out is None:
         out = q.new_empty(out_shape)
     if softmax_lse is None:
@@ -201,10 +202,14 @@ def _check_arguments(
     check_no_gradients("flash_mla_with_kvcache", tensors)
 
 
-def _result_shapes(q: torch.Tensor, head_dim_v: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+def result_shapes(q: torch.Tensor, head_dim_v: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Of out and softmax_lse; (0,) where q or head_dim_v is wrong, which the operator names."""
-    is_integer = isinstance(head_dim_v, (int, torch.SymInt))
-    if not (is_integer and q.dim() == 4 and 0 <= head_dim_v <= q.shape[3]):
+    if not isinstance(head_dim_v, (int, torch.SymInt)):
+        try:
+            head_dim_v = operator.index(head_dim_v)  # the operator takes NumPy's integers too
+        except TypeError:
+            return (0,), (0,)
+    if not (q.dim() == 4 and 0 <= head_dim_v <= q.shape[3]):
         return (0,), (0,)
     batch, seq_len_q, num_heads_q, _ = q.shape
     return (batch, seq_len_q, num_heads_q, head_dim_v), (batch, num_heads_q, seq_len_q)

@@ -6,6 +6,7 @@ import math
 import os
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 import torch
 from conftest import KERNELS
@@ -419,6 +420,19 @@ def test_writes_nothing_but_its_results_and_changes_no_state():
     assert set(os.listdir("/proc/self/task")) <= workers
     # Floating point still rounds to subnormal numbers, neither them nor results to zero.
     assert (torch.full((64,), 1e-39) * 0.5 > 0).all()
+
+
+@pytest.mark.parametrize("kind", [np.int64, torch.tensor], ids=["numpy", "tensor"])
+def test_any_integer_may_be_head_dim_v(kind):
+    inputs = formula_inputs([97], 4)
+    plan = library_plan(inputs)
+    expected = attend(inputs, plan)
+    arguments = (inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens, kind(512))
+    empty = {"out": torch.empty_like(expected[0]), "softmax_lse": torch.empty_like(expected[1])}
+    for names in ([], ["out"], ["softmax_lse"], ["out", "softmax_lse"]):
+        results = {name: empty[name] for name in names}
+        found = flashmla.flash_mla_with_kvcache(*arguments, *plan, 0.25, **results)
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
 def test_half_of_the_results_may_be_preallocated():
