@@ -140,6 +140,22 @@ def test_decode_takes_a_plan_and_visible_lens(tmp_path, inputs):
     assert float((lse - expected)[finite].abs().max()) < 2e-5
 
 
+def test_decode_writes_nan_for_a_row_that_no_part_walks(tmp_path, inputs):
+    source = write(
+        tmp_path / "in.safetensors",
+        inputs,
+        {"head_dim_v": "512"},
+        tile_scheduler_metadata=torch.tensor([[1, 0, 1, 1, 0, 0, 0, 0]], dtype=torch.int32),
+        num_splits=torch.zeros(4, dtype=torch.int32),
+    )
+    target = tmp_path / "out.safetensors"
+    done = run("decode", source, "-o", target)
+    assert done.returncode == 0, done.stderr
+    for tensor in load_file(str(target)).values():
+        assert tensor[[0, 2]].isnan().all()
+        assert tensor[1].isfinite().all()
+
+
 @pytest.mark.parametrize(
     ("change", "metadata", "options", "message"),
     [
@@ -153,6 +169,7 @@ def test_decode_takes_a_plan_and_visible_lens(tmp_path, inputs):
             "cache_seqlens[1] is -4",
         ),
         ({"q": torch.ones(3, 4)}, {}, ["--head-dim-v", 512], "q has shape (3, 4)"),
+        ({"q": torch.ones(3, 2, 4, 576).int()}, {}, ["--head-dim-v", 512], "q has dtype int32"),
         (
             {"k_cache": torch.ones(40, 16, 30, 576).bfloat16()},
             {},
@@ -271,6 +288,8 @@ def test_wrong_arguments_and_environment_end_in_a_message(refusal, monkeypatch):
     assert "q has 2 heads; they must be" in refusal("info", "--heads", 2, "--kv-heads", 3)
     assert "batch " in refusal("info", "--batch", 2**31)
     assert "page_block_size " in refusal("info", "--page", 2**40)
+    assert "99999999999999/512" in refusal("info", "--head-dim", 99999999999999)
+    assert "2147483647 queries" in refusal("info", "--heads", 2**31 - 1, "--seq-len-q", 2**31 - 1)
     monkeypatch.setenv("FLASHMLA_ISA", "fast")
     for command in ("info", "check", "demo", "bench"):
         assert 'FLASHMLA_ISA is "fast"' in refusal(command)
@@ -325,6 +344,7 @@ def test_bench_times_a_workload_and_writes_its_files(tmp_path):
         (["--dtype", "int8"], "--dtype is int8"),
         (["--memory", "nan"], "--memory is nan; a cache needs at least"),
         (["--memory", "inf"], "--memory is inf; a cache needs at least"),
+        (["--memory", "1e300"], "--memory is 1e+300; a cache needs at least 0.0001 GB, and a row"),
     ],
 )
 def test_bench_refuses(refusal, options, message):

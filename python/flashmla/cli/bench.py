@@ -5,7 +5,6 @@ from __future__ import annotations
 import csv
 import datetime
 import json
-import math
 import os
 import re
 import statistics
@@ -213,9 +212,13 @@ def _resident_kib(name: str) -> int:
 def _memory(gigabytes: float) -> None:
     """What a call needs beside a large cache: the peak during the call over the use before it."""
     page, head_dim = 64, 576
-    blocks = int(gigabytes * 1e9) // (page * head_dim * 2) if math.isfinite(gigabytes) else 0
+    block_bytes = page * head_dim * 2
+    most = (2**31 - 1) // page * block_bytes / 1e9  # what one row can be of
+    blocks = int(gigabytes * 1e9) // block_bytes if 0 <= gigabytes <= most else 0
     if blocks < 1:
-        raise Failure(f"--memory is {gigabytes}; a cache needs at least 0.0001 GB")
+        raise Failure(
+            f"--memory is {gigabytes}; a cache needs at least 0.0001 GB, and a row takes {most:.0f}"
+        )
     try:
         cache = torch.empty(blocks, page, 1, head_dim, dtype=torch.bfloat16)
     except RuntimeError as error:

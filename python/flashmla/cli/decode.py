@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 from typing import Annotated, TypeVar
 
@@ -13,6 +14,7 @@ from safetensors.torch import save
 
 import flashmla
 from flashmla._checks import check_int64
+from flashmla.attention import result_shapes
 from flashmla.cli.console import Failure, console, kernel_named, require_support
 
 Value = TypeVar("Value", bool, int, float)
@@ -62,7 +64,7 @@ def run(
     The file holds q, k_cache, block_table and cache_seqlens, and may hold visible_lens and a plan
     (tile_scheduler_metadata and num_splits), named, shaped and typed as in the Python call.
     head_dim_v, softmax_scale and causal come from the options, else from the file's metadata. The
-    result holds out and softmax_lse (natural logarithm).
+    result holds out and softmax_lse (natural logarithm), NaN in rows that no part of a plan walks.
     """
     require_support("cpu")
     forced = -1 if kernel is None else kernel_named(kernel).index
@@ -97,7 +99,11 @@ def run(
             # At least 1: too few heads are refused with the call, in its own terms.
             heads = max(1, q.shape[1] * q.shape[2] // k_cache.shape[2])
             plan = flashmla.get_mla_metadata(given["cache_seqlens"], heads, k_cache.shape[2])
-        out, softmax_lse = torch.ops.flashmla.decode(
+        # Rows that no part walks are left alone: what memory held before must not get into a file.
+        out_shape, lse_shape = result_shapes(q, head_dim_v)
+        out = torch.full(out_shape, math.nan, dtype=q.dtype if q.is_floating_point() else None)
+        softmax_lse = torch.full(lse_shape, math.nan)
+        torch.ops.flashmla.decode_out(
             q,
             k_cache,
             head_dim_v,
@@ -108,6 +114,8 @@ def run(
             *plan,
             given.get("visible_lens"),
             forced,
+            out,
+            softmax_lse,
         )
     except RuntimeError as error:
         raise Failure(str(error)) from None

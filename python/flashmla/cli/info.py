@@ -103,16 +103,18 @@ def run(
     def ints(value: int, *shape: int) -> torch.Tensor:
         return torch.full((1,), value, dtype=torch.int32, device=device).expand(shape)
 
-    vector = torch.zeros(head_dim, dtype=dtypes[dtype], device=device)
-    verdicts = _verdicts(
-        (
+    try:
+        vector = torch.zeros(head_dim, dtype=dtypes[dtype], device=device)
+        call = (
             vector.expand(batch, seq_len_q, heads, head_dim),
             vector.expand(1, page, kv_heads, head_dim),
             ints(0, batch, 1),
             ints(1, batch),
             head_dim_v,
         )
-    )
+    except RuntimeError as error:  # more memory than there is, or elements than 64 bits count
+        raise Failure(f"{problem}: {error}") from None
+    verdicts = _verdicts(call)
     facts = {
         "version": _library.version(),
         "torch": torch.__version__,
