@@ -55,17 +55,45 @@ def _shape_of(q: torch.Tensor, k_cache: torch.Tensor) -> tuple[int, int, int, in
 def get_mla_metadata() -> tuple[FlashMLASchedMeta, None]: ...
 @overload
 def get_mla_metadata(
-    cache_seqlens: torch.Tensor, num_heads_per_head_k: int, num_heads_k: int
+    cache_seqlens: torch.Tensor,
+    num_heads_per_head_k: int,
+    num_heads_k: int,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 def get_mla_metadata(*args, **kwargs):
     """A plan to be made at the first attention call.
 
     Without arguments returns `(FlashMLASchedMeta(), None)`. With the arguments of
     `flashmla.get_mla_metadata` returns that function's two tensors, as older releases did.
+
+    Raises:
+        NotImplementedError: is_fp8_kvcache or topk is given: formats that flashmla does not compute
+            yet.
     """
     if not args and not kwargs:
         return FlashMLASchedMeta(), None
-    return flashmla.get_mla_metadata(*args, **kwargs)
+    return _plan(*args, **kwargs)
+
+
+def _plan(
+    cache_seqlens: torch.Tensor,
+    num_heads_per_head_k: int,
+    num_heads_k: int,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The arguments of releases in between; num_heads_q is of use with topk alone."""
+    _refuse_later_formats({"is_fp8_kvcache": is_fp8_kvcache or None, "topk": topk})
+    return flashmla.get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k)
+
+
+def _refuse_later_formats(given: dict[str, object]) -> None:
+    for name, value in given.items():
+        if value is not None:
+            raise NotImplementedError(f"{name} is not supported by flashmla yet; leave it out")
 
 
 def flash_mla_with_kvcache(
@@ -95,18 +123,17 @@ def flash_mla_with_kvcache(
         RuntimeError: a plan that was made for another batch, query length or number of heads, or
             what `flashmla.flash_mla_with_kvcache` raises.
     """
-    later = {
-        "is_fp8_kvcache": is_fp8_kvcache or None,
-        "indices": indices,
-        "attn_sink": attn_sink,
-        "extra_k_cache": extra_k_cache,
-        "extra_indices_in_kvcache": extra_indices_in_kvcache,
-        "topk_length": topk_length,
-        "extra_topk_length": extra_topk_length,
-    }
-    for name, value in later.items():
-        if value is not None:
-            raise NotImplementedError(f"{name} is not supported by flashmla yet; leave it out")
+    _refuse_later_formats(
+        {
+            "is_fp8_kvcache": is_fp8_kvcache or None,
+            "indices": indices,
+            "attn_sink": attn_sink,
+            "extra_k_cache": extra_k_cache,
+            "extra_indices_in_kvcache": extra_indices_in_kvcache,
+            "topk_length": topk_length,
+            "extra_topk_length": extra_topk_length,
+        }
+    )
     for name, value in (("block_table", block_table), ("cache_seqlens", cache_seqlens)):
         if value is None:
             raise RuntimeError(f"{name} is None; attention over a dense cache needs it")

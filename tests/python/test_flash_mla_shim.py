@@ -50,6 +50,17 @@ def test_the_older_calls_still_work(inputs):
     assert all(same_bits(a, b) for a, b in zip(found, attend(inputs), strict=True))
 
 
+def test_a_plan_takes_the_arguments_of_releases_in_between(inputs):
+    expected = library_plan(inputs)
+    for more in ((8,), (8, False), (8, False, None)):
+        plan = flash_mla.get_mla_metadata(inputs.cache_seqlens, 16, 1, *more)
+        assert all(same_bits(a, b) for a, b in zip(plan, expected, strict=True))
+    flash_mla.get_mla_metadata(inputs.cache_seqlens, 16, 1, is_fp8_kvcache=False)
+    for name, value in (("is_fp8_kvcache", True), ("topk", 64)):
+        with pytest.raises(NotImplementedError, match=name):
+            flash_mla.get_mla_metadata(inputs.cache_seqlens, 16, 1, num_heads_q=8, **{name: value})
+
+
 def test_layers_of_one_step_share_a_plan(inputs):
     plan, _ = flash_mla.get_mla_metadata()
     for layer in range(3):
