@@ -4,6 +4,7 @@
 #include <array>
 #include <cstdint>
 #include <limits>
+#include <string_view>
 
 namespace flashmla::problem {
 namespace {
@@ -19,6 +20,13 @@ std::string describe(const std::int64_t* values, std::int32_t count) {
 
 std::string describe_strides(const TensorView& tensor) {
   return describe(tensor.strides, tensor.rank);
+}
+
+// The name of a dtype; of a number that is none, the number.
+std::string describe_dtype(DType dtype) {
+  const std::string_view name = dtype_name(dtype);
+  return name == dtype_name(DType{}) ? std::to_string(static_cast<std::int32_t>(dtype))
+                                     : std::string(name);
 }
 
 bool is_empty(const TensorView& tensor) {
@@ -136,7 +144,8 @@ Status check_dtype(const Argument& argument, std::initializer_list<DType> accept
   const auto& [name, tensor] = argument;
   if (!tensor.given()) return {};
   if (std::find(accepted.begin(), accepted.end(), tensor.dtype) != accepted.end()) return {};
-  std::string text = std::string(name) + " has dtype " + dtype_name(tensor.dtype) + "; it must be ";
+  std::string text =
+      std::string(name) + " has dtype " + describe_dtype(tensor.dtype) + "; it must be ";
   std::size_t index = 0;
   for (const DType dtype : accepted) {
     if (index > 0) text += index + 1 == accepted.size() ? " or " : ", ";
@@ -149,7 +158,7 @@ Status check_dtype(const Argument& argument, std::initializer_list<DType> accept
 Status check_same_dtype(const Argument& argument, const Argument& model) {
   const auto& [name, tensor] = argument;
   if (!tensor.given() || tensor.dtype == model.tensor.dtype) return {};
-  return Status::invalid_argument(std::string(name) + " has dtype " + dtype_name(tensor.dtype) +
+  return Status::invalid_argument(std::string(name) + " has dtype " + describe_dtype(tensor.dtype) +
                                   "; it must be that of " + model.name + ", " +
                                   dtype_name(model.tensor.dtype));
 }
