@@ -12,6 +12,7 @@ elseif(NOT BUILD_SHARED_LIBS)
 endif()
 
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/flashmla DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
+install(FILES ${PROJECT_SOURCE_DIR}/LICENSE DESTINATION ${CMAKE_INSTALL_DOCDIR})
 install(TARGETS flashmla EXPORT flashmla)
 install(EXPORT flashmla
         NAMESPACE flashmla::

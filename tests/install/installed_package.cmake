@@ -19,6 +19,10 @@ foreach(header flashmla.h flashmla.hpp status.hpp types.hpp version.h)
   endif()
 endforeach()
 
+if(NOT EXISTS ${prefix}/share/doc/flashmla/LICENSE)
+  message(FATAL_ERROR "LICENSE is not installed")
+endif()
+
 foreach(example c cpp)
   run(${CMAKE_COMMAND} -G ${GENERATOR} -S ${EXAMPLES}/${example} -B ${WORK}/${example}
       -D CMAKE_PREFIX_PATH=${prefix} -D CMAKE_C_COMPILER=${CC} -D CMAKE_CXX_COMPILER=${CXX}
