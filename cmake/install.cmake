@@ -1,14 +1,22 @@
 # What an installation holds: headers, the library, and what find_package and pkg-config read.
 include(CMakePackageConfigHelpers)
 
-set(flashmla_needs_openmp OFF)
-if(NOT BUILD_SHARED_LIBS AND FLASHMLA_OPENMP AND OpenMP_CXX_FOUND)
-  # A static library leaves its dependencies to whoever links it.
-  set(flashmla_needs_openmp ON)
-  target_link_libraries(flashmla INTERFACE $<INSTALL_INTERFACE:OpenMP::OpenMP_CXX>)
-  set(flashmla_private_libs "-lstdc++ ${OpenMP_CXX_FLAGS}")
-elseif(NOT BUILD_SHARED_LIBS)
-  set(flashmla_private_libs "-lstdc++")
+# A static library leaves its dependencies to whoever links it.
+set(flashmla_dependencies "")
+set(flashmla_private_libs "")
+if(NOT BUILD_SHARED_LIBS)
+  set(flashmla_private_libs "-lstdc++ -lm")
+  if(TARGET OpenMP::OpenMP_CXX)
+    string(APPEND flashmla_dependencies "find_dependency(OpenMP COMPONENTS CXX)\n")
+    string(APPEND flashmla_private_libs " ${OpenMP_CXX_FLAGS}")
+    target_link_libraries(flashmla INTERFACE $<INSTALL_INTERFACE:OpenMP::OpenMP_CXX>)
+  endif()
+  if(with_cuda)
+    string(APPEND flashmla_dependencies "find_dependency(CUDAToolkit)\n")
+    string(APPEND flashmla_private_libs
+           " -L${CUDAToolkit_LIBRARY_DIR} -lcudart_static -ldl -lrt -lpthread")
+    target_link_libraries(flashmla INTERFACE $<INSTALL_INTERFACE:CUDA::cudart_static>)
+  endif()
 endif()
 
 install(DIRECTORY ${PROJECT_SOURCE_DIR}/include/flashmla DESTINATION ${CMAKE_INSTALL_INCLUDEDIR})
