@@ -7,6 +7,7 @@ from collections.abc import Sequence
 
 import torch
 from torch.autograd import forward_ad
+from torch.autograd.graph import increment_version
 
 from flashmla import _library
 from flashmla._checks import (
@@ -159,6 +160,9 @@ def flash_mla_with_kvcache(
     if softmax_lse is None:
         softmax_lse = q.new_empty(lse_shape, dtype=torch.float32)
     torch.ops.flashmla.decode_out(*shared, visible_lens, -1, out, softmax_lse)
+    if not torch.compiler.is_compiling():
+        # Who saved one of them for a backward pass must learn of it; compiled code sees to that.
+        increment_version((out, softmax_lse))
     return out, softmax_lse
 
 

@@ -32,6 +32,8 @@ def decode(
     visible_lens: torch.Tensor | None,
     kernel_index: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
+
+# Does not count as a change of out and softmax_lse to autograd, as flash_mla_with_kvcache does.
 def decode_out(
     q: torch.Tensor,
     k_cache: torch.Tensor,

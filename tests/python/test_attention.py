@@ -435,6 +435,29 @@ def test_any_integer_may_be_head_dim_v(kind):
         assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("name", ["out", "softmax_lse"])
+@pytest.mark.parametrize("is_view", [False, True])
+def test_a_result_that_a_backward_pass_needs_is_not_overwritten_in_silence(name, is_view):
+    inputs = formula_inputs([97], 4)
+    plan = library_plan(inputs)
+    expected = dict(zip(("out", "softmax_lse"), attend(inputs, plan), strict=True))
+    saved = torch.ones_like(expected[name])
+    product = (saved * torch.ones_like(saved, requires_grad=True)).sum()
+    flashmla.flash_mla_with_kvcache(
+        inputs.q,
+        inputs.k_cache,
+        inputs.block_table,
+        inputs.cache_seqlens,
+        512,
+        *plan,
+        0.25,
+        **{name: saved[:] if is_view else saved},
+    )
+    assert same_bits(saved, expected[name])
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        product.backward()
+
+
 def test_half_of_the_results_may_be_preallocated():
     inputs = formula_inputs([97], 4)
     plan = library_plan(inputs)
