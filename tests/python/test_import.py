@@ -132,6 +132,12 @@ def test_leaves_the_names_to_vllm_that_is_installed_but_not_imported(tmp_path):
     assert forced == "True"
 
 
+@pytest.mark.parametrize("stand_in", ["types.ModuleType('vllm')", "unittest.mock.MagicMock()"])
+def test_a_stand_in_for_vllm_is_no_vllm(stand_in):
+    code = f"import sys, types, unittest.mock; sys.modules['vllm'] = {stand_in}; import flashmla; "
+    assert output(code + "print(flashmla._vllm_names_registered)") == "True"
+
+
 def test_the_environment_decides_about_the_names():
     code = "import torch, flashmla; print(hasattr(torch.ops._flashmla_C, 'fwd_kvcache_mla'))"
     assert output(code) == "True"
