@@ -13,7 +13,17 @@ from pathlib import Path
 
 import torch
 
-LIBRARY_PATH = Path(__file__).parent / "_flashmla_torch.so"
+import flashmla
+
+
+def _path_of(name: str) -> Path:
+    """A compiled file of the package. An editable installation has a folder of its own for them."""
+    beside = Path(__file__).parent / name
+    found = (Path(folder) / name for folder in flashmla.__path__)
+    return beside if beside.exists() else next(filter(Path.exists, found), beside)
+
+
+LIBRARY_PATH = _path_of("_flashmla_torch.so")
 
 _OK = 0
 _DEVICE_TYPES = {"cpu": 0, "cuda": 1}

@@ -86,6 +86,26 @@ def test_b34_without_the_extension_the_newer_packages_name_imports_too(without_e
     assert output("import flash_mla", PYTHONPATH=without_extension) == ""
 
 
+def test_the_extension_may_lie_in_another_folder_of_the_package(without_extension, tmp_path):
+    # As `pip install -e` has it: the sources' folder and the one of what was compiled.
+    compiled = tmp_path / "compiled"
+    compiled.mkdir()
+    (compiled / _library.LIBRARY_PATH.name).symlink_to(_library.LIBRARY_PATH)
+    sources = Path(without_extension) / "flashmla"
+    code = f"""
+import importlib.util, sys
+spec = importlib.util.spec_from_file_location(
+    "flashmla",
+    {str(sources / "__init__.py")!r},
+    submodule_search_locations=[{str(compiled)!r}, {str(sources)!r}],
+)
+sys.modules["flashmla"] = module = importlib.util.module_from_spec(spec)
+spec.loader.exec_module(module)
+print(module._flashmla_C_AVAILABLE)
+"""
+    assert output(code) == "True"
+
+
 def test_b34_from_the_source_checkout():
     root = Path(__file__).parents[2]
     done = subprocess.run(
