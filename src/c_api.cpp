@@ -39,6 +39,9 @@ flashmla_status guarded(const Call& call) noexcept {
   }
 }
 
+// More than any version's struct will have: what is larger was never set.
+constexpr std::size_t kMostStructBytes = std::size_t{1} << 16;
+
 // A caller's struct in this library's size: a shorter one (an older caller) is copied and the rest
 // is zero, a longer one (a newer caller) must not use what this library does not know.
 template <class Struct>
@@ -64,7 +67,7 @@ template <class Struct>
 Status ReadStruct<Struct>::read(const Struct* given, const char* name) {
   if (given == nullptr) return Status::invalid_argument(std::string(name) + " is null");
   const std::size_t size = given->struct_size;
-  if (size < sizeof(given->struct_size)) {
+  if (size < sizeof(given->struct_size) || size > kMostStructBytes) {
     return Status::invalid_argument(std::string(name) + ".struct_size is " + std::to_string(size) +
                                     "; set it to sizeof(struct), " +
                                     std::to_string(sizeof(Struct)));

@@ -360,6 +360,9 @@ const BadDecode kBadDecodes[] = {
     {"struct_size",
      [](auto& a) { a.struct_size = 3; },
      {"args.struct_size is 3", "sizeof(struct)"}},
+    {"struct_size_never_set",
+     [](auto& a) { a.struct_size = SIZE_MAX / 2; },
+     {"args.struct_size is 9223372036854775807", "sizeof(struct)"}},
 };
 INSTANTIATE_TEST_SUITE_P(Checks, DecodeMessage, ::testing::ValuesIn(kBadDecodes), kBadName);
 
