@@ -75,7 +75,12 @@ const TorchDtypes& torch_dtypes() {
   return dtypes;
 }
 
-int32_t to_dtype(const char* name, int32_t torch_dtype) {
+// What tensors of each kind may hold, for messages about dtypes that the library has no number for.
+constexpr const char* kValues = "bfloat16, float16 or float32";
+constexpr const char* kInts = "int32";  // lengths, block ids and plans
+constexpr const char* kLogSums = "float32";
+
+int32_t to_dtype(const char* name, int32_t torch_dtype, const char* accepted) {
   const TorchDtypes& known = torch_dtypes();
   if (torch_dtype == known.bfloat16) return FLASHMLA_BFLOAT16;
   if (torch_dtype == known.float16) return FLASHMLA_FLOAT16;
@@ -83,9 +88,8 @@ int32_t to_dtype(const char* name, int32_t torch_dtype) {
   if (torch_dtype == known.int32) return FLASHMLA_INT32;
   using torch::headeronly::ScalarType;
   const auto type = torch::stable::detail::to<ScalarType>(torch::stable::detail::from(torch_dtype));
-  fail(std::string(name) + " has dtype " + torch::headeronly::toString(type) +
-       "; tensors of values must be bfloat16, float16 or float32, tensors of lengths, block ids "
-       "and plans int32");
+  fail(std::string(name) + " has dtype " + torch::headeronly::toString(type) + "; it must be " +
+       accepted);
 }
 
 // What Python's None is where an operator takes a tensor.
@@ -106,7 +110,7 @@ class Device {
   int32_t type() const { return is_cuda() ? FLASHMLA_CUDA : FLASHMLA_CPU; }
   int32_t index() const { return is_cuda() ? torch_index_ : 0; }
 
-  flashmla_tensor view(const char* name, const Tensor& tensor) const {
+  flashmla_tensor view(const char* name, const Tensor& tensor, const char* accepted) const {
     check_given(name, tensor);
     int32_t type = 0, index = 0;
     read(tensor, &type, &index);
@@ -117,7 +121,7 @@ class Device {
     }
     flashmla_tensor view{};
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &view.data));
-    view.dtype = to_dtype(name, torch_dtype_of(tensor));
+    view.dtype = to_dtype(name, torch_dtype_of(tensor), accepted);
     const int64_t rank = rank_of(tensor);
     view.rank = static_cast<int32_t>(rank);
     int64_t *sizes = nullptr, *strides = nullptr;
@@ -237,16 +241,18 @@ void decode_into(const DecodeArguments& given, const Tensor& out, const Tensor& 
   args.device_type = device.type();
   args.device_index = device.index();
   args.stream = current_stream(device);
-  args.q = device.view("q", given.q);
-  args.k_cache = device.view("k_cache", given.k_cache);
-  args.block_table = device.view("block_table", given.block_table);
-  args.cache_seqlens = device.view("cache_seqlens", given.cache_seqlens);
-  if (given.visible_lens) args.visible_lens = device.view("visible_lens", *given.visible_lens);
+  args.q = device.view("q", given.q, kValues);
+  args.k_cache = device.view("k_cache", given.k_cache, kValues);
+  args.block_table = device.view("block_table", given.block_table, kInts);
+  args.cache_seqlens = device.view("cache_seqlens", given.cache_seqlens, kInts);
+  if (given.visible_lens) {
+    args.visible_lens = device.view("visible_lens", *given.visible_lens, kInts);
+  }
   args.tile_scheduler_metadata =
-      device.view("tile_scheduler_metadata", given.tile_scheduler_metadata);
-  args.num_splits = device.view("num_splits", given.num_splits);
-  args.out = device.view("out", out);
-  args.softmax_lse = device.view("softmax_lse", softmax_lse);
+      device.view("tile_scheduler_metadata", given.tile_scheduler_metadata, kInts);
+  args.num_splits = device.view("num_splits", given.num_splits, kInts);
+  args.out = device.view("out", out, kValues);
+  args.softmax_lse = device.view("softmax_lse", softmax_lse, kLogSums);
   args.head_dim_v = given.head_dim_v;
   args.has_softmax_scale = given.softmax_scale.has_value();
   args.softmax_scale = given.softmax_scale.value_or(0.0);
@@ -329,11 +335,11 @@ std::tuple<Tensor, Tensor> get_mla_metadata(const Tensor& cache_seqlens,
   args.device_type = device.type();
   args.device_index = device.index();
   args.stream = current_stream(device);
-  args.cache_seqlens = device.view("cache_seqlens", cache_seqlens);
+  args.cache_seqlens = device.view("cache_seqlens", cache_seqlens, kInts);
   args.num_heads_per_head_k = num_heads_per_head_k;
   args.num_heads_k = num_heads_k;
-  args.tile_scheduler_metadata = device.view("tile_scheduler_metadata", metadata);
-  args.num_splits = device.view("num_splits", num_splits);
+  args.tile_scheduler_metadata = device.view("tile_scheduler_metadata", metadata, kInts);
+  args.num_splits = device.view("num_splits", num_splits, kInts);
   check(flashmla_plan(&args));
   return {std::move(metadata), std::move(num_splits)};
 }
@@ -349,10 +355,10 @@ std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& outs, const Tens
   args.device_type = device.type();
   args.device_index = device.index();
   args.stream = current_stream(device);
-  args.outs = device.view("outs", outs);
-  args.lses = device.view("lses", lses);
-  args.out = device.view("out", out);
-  args.lse = device.view("lse", lse);
+  args.outs = device.view("outs", outs, kValues);
+  args.lses = device.view("lses", lses, kLogSums);
+  args.out = device.view("out", out, kValues);
+  args.lse = device.view("lse", lse, kLogSums);
   const flashmla_executor executor = torch_executor();
   check(flashmla_merge(&args, &executor));
   return {std::move(out), std::move(lse)};

@@ -58,7 +58,10 @@ def with_visible(*counts: list[int]):
 BAD = [
     ({"q": torch.zeros(2, 4, 576).bfloat16()}, r"q has 3 dimensions; it must have 4"),
     ({"q": torch.zeros(2, 2, 4, 576)}, "k_cache has dtype bfloat16; it must be that of q, float32"),
-    ({"q": torch.zeros(2, 2, 4, 576).double()}, "q has dtype Double"),
+    (
+        {"q": torch.zeros(2, 2, 4, 576).double()},
+        "q has dtype Double; it must be bfloat16, float16 or float32",
+    ),
     (
         {"q": torch.zeros(2, 2, 4, 100).bfloat16()},
         r"is \(100, 512\); it must be one of",
@@ -71,7 +74,10 @@ BAD = [
     ({"k_cache": torch.zeros(5, 64, 3, 576).bfloat16()}, "q has 4 heads; they must be a multiple"),
     ({"k_cache": torch.zeros(5, 0, 1, 576).bfloat16()}, r"page_block_size .* is 0"),
     ({"k_cache": torch.zeros(5, 64, 0, 576).bfloat16()}, r"num_heads_k .* is 0"),
-    ({"block_table": torch.zeros(2, 3, dtype=torch.int64)}, "block_table has dtype Long"),
+    (
+        {"block_table": torch.zeros(2, 3, dtype=torch.int64)},
+        "block_table has dtype Long; it must be int32",
+    ),
     ({"block_table": torch.zeros(3, 3, dtype=torch.int32)}, r"block_table has shape \(3, 3\)"),
     ({"block_table": torch.zeros(2, dtype=torch.int32)}, "block_table has 1 dimensions"),
     (table_with(0, 2, -1), r"block_table\[0, 2\] is -1; k_cache has blocks 0 to"),
@@ -104,6 +110,10 @@ BAD = [
     ({"softmax_lse": torch.full((2, 2, 4), 5.0)}, r"softmax_lse has shape \(2, 2, 4\)"),
     ({"softmax_lse": torch.full((2, 4, 2), 5.0).half()}, "softmax_lse has dtype float16"),
     (
+        {"softmax_lse": torch.full((2, 4, 2), 5.0).double()},
+        "softmax_lse has dtype Double; it must be float32$",
+    ),
+    (
         {"softmax_lse": torch.full((1, 1, 1), 5.0).expand(2, 4, 2)},
         "softmax_lse has .*must not share memory",
     ),
@@ -118,10 +128,10 @@ BAD = [
         "k_cache requires gradients",
     ),
     ({"k_cache": torch.zeros(5, 64, 1, 576).half()}, "k_cache has dtype float16; .*bfloat16"),
-    ({"cache_seqlens": torch.tensor([150, 20])}, "cache_seqlens has dtype Long"),
+    ({"cache_seqlens": torch.tensor([150, 20])}, "cache_seqlens has dtype Long; it must be int32"),
     (
         {"visible_lens": torch.ones(2, 2, dtype=torch.int64), "causal": False},
-        "visible_lens has dtype Long",
+        "visible_lens has dtype Long; it must be int32",
     ),
     ({"softmax_scale": float("inf")}, "softmax_scale is inf; it must be a finite"),
 ]

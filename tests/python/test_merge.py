@@ -171,7 +171,11 @@ def test_empty_batch():
         (torch.zeros(0, 1, 1, 1, 8), torch.zeros(0, 1, 1, 1), "parts .* is 0"),
         (torch.zeros(1, 1, 1, 8), torch.zeros(1, 1, 1, 1), "outs has 4 dimensions"),
         (torch.zeros(1, 2, 1, 4, 8), torch.zeros(1, 2, 1, 4), r"lses has shape \(1, 2, 1, 4\)"),
-        (torch.zeros(1, 1, 1, 1, 8), torch.zeros(1, 1, 1, 1).double(), "lses has dtype Double"),
+        (
+            torch.zeros(1, 1, 1, 1, 8),
+            torch.zeros(1, 1, 1, 1).double(),
+            "lses has dtype Double; it must be float32$",
+        ),
         (torch.zeros(1, 1, 1, 1, 8).bfloat16(), torch.zeros(1, 1, 1, 1).half(), "lses has dtype"),
         ([], [], "outs is an empty sequence"),
     ],
