@@ -276,8 +276,10 @@ def test_info_says_why_each_kernel_is_or_is_not_chosen():
     others = {name: verdict for name, verdict in verdicts.items() if name.endswith("x2_fp16")}
     assert all("needs AVX2" in verdict for verdict in others.values())
     assert facts["devices"][0]["verdict"] == "supported"
-    table = run("info")
+    table = run("info", COLUMNS="")  # into a pipe: a line a kernel, not folded
     assert table.returncode == 0
+    lines = table.stdout.split("kernels, best first")[1].splitlines()[2:]
+    assert [line.split()[0] for line in lines] == list(verdicts)
     assert "chosen" in table.stdout
 
 
@@ -333,6 +335,19 @@ def test_bench_times_a_workload_and_writes_its_files(tmp_path):
     (written,) = csv.DictReader(path.read_text().splitlines())
     assert float(written["us"]) == row["us"]
     assert plot.read_text().lstrip().startswith("<?xml")
+
+
+def test_bench_holds_both_sides_to_the_cap_of_the_environment(monkeypatch, capsys):
+    from flashmla.cli import bench
+
+    monkeypatch.setenv("FLASHMLA_ISA", "avx2")
+    monkeypatch.setenv("ONEDNN_MAX_CPU_ISA", "ALL")
+    seen = []
+    monkeypatch.setattr(bench, "_measure_all", lambda *given: seen.append(given[3]) or [])
+    bench.run(as_json=True, commit="abc")
+    assert seen == ["avx2"]
+    assert os.environ["ONEDNN_MAX_CPU_ISA"] == "AVX2"
+    assert json.loads(capsys.readouterr().out) == []
 
 
 @pytest.mark.parametrize(

@@ -364,8 +364,9 @@ def run(
         raise Failure(f"--isa is {unknown[0]}; it must be one of {', '.join(ONEDNN_ISA)}")
     if wrong := [count for count in threads or [] if count < 1]:
         raise Failure(f"--threads is {wrong[0]}; it must be at least 1")
-    cap = isa[0] if isa and len(isa) == 1 else None
-    if cap is not None:
+    # A cap of the environment holds for both sides as well.
+    cap = isa[0] if isa and len(isa) == 1 else None if isa else os.environ.get("FLASHMLA_ISA")
+    if cap in ONEDNN_ISA:
         # Read by both libraries at their first computation, which is still to come.
         os.environ["FLASHMLA_ISA"] = cap
         os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN_ISA[cap]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 
 from rich.console import Console
 from rich.markup import escape
@@ -11,6 +12,8 @@ import flashmla
 from flashmla import _library
 
 console = Console(highlight=False)
+if not console.is_terminal and not os.environ.get("COLUMNS"):
+    console.width = 250  # a pipe or a file has no width to fold or cut a table for
 errors = Console(stderr=True)
 
 
