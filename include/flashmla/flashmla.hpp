@@ -24,6 +24,7 @@
 #include <stdexcept>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "flashmla/flashmla.h"
@@ -127,6 +128,10 @@ flashmla_executor make_executor(const ParallelFor& parallel_for, std::int32_t nu
   };
   return executor;
 }
+// A temporary would be gone before the executor is used.
+template <class ParallelFor>
+flashmla_executor make_executor(const ParallelFor&& parallel_for,
+                                std::int32_t num_threads) = delete;
 
 namespace detail {
 
@@ -233,6 +238,7 @@ struct DecodeArguments {
     tile_scheduler_metadata = plan.tile_scheduler_metadata_view();
     num_splits = plan.num_splits_view();
   }
+  void use(const Plan&&) = delete;  // a temporary would be gone before the call
 };
 
 namespace detail {
@@ -270,6 +276,16 @@ inline flashmla_decode_args to_c(const DecodeArguments& arguments) {
 class Workspace {
  public:
   static constexpr std::size_t kAlignment = 64;
+
+  Workspace() = default;
+  // What is moved from is empty, and may be used again.
+  Workspace(Workspace&& other) noexcept
+      : memory_(std::move(other.memory_)), bytes_(std::exchange(other.bytes_, 0)) {}
+  Workspace& operator=(Workspace&& other) noexcept {
+    memory_ = std::move(other.memory_);
+    bytes_ = std::exchange(other.bytes_, 0);
+    return *this;
+  }
 
   // At least `bytes` of memory, aligned; what it held before is lost. Throws Error when there is no
   // memory.

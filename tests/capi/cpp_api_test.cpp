@@ -98,6 +98,41 @@ TEST(CppApi, DecodesWithAWorkspaceThatGrows) {
   EXPECT_EQ(reinterpret_cast<std::uintptr_t>(workspace.reserve(1)) % Workspace::kAlignment, 0u);
 }
 
+TEST(CppApi, AWorkspaceThatWasMovedFromMayBeUsedAgain) {
+  Call call;
+  Workspace first;
+  flashmla::decode(call.arguments(), first);
+  const std::size_t bytes = first.size_bytes();
+  Workspace second = std::move(first);
+  EXPECT_EQ(second.size_bytes(), bytes);
+  EXPECT_EQ(first.size_bytes(), 0u);
+  flashmla::decode(call.arguments(), first);
+  flashmla::decode(call.arguments(), second);
+  first = std::move(second);
+  EXPECT_EQ(second.size_bytes(), 0u);
+  flashmla::decode(call.arguments(), second);
+  flashmla::decode(call.arguments(), first);
+}
+
+template <class ParallelFor>
+concept MakesExecutor = requires(ParallelFor&& parallel_for) {
+  make_executor(std::forward<ParallelFor>(parallel_for), 1);
+};
+template <class PlanType>
+concept IsUsed = requires(DecodeArguments& arguments, PlanType&& plan) {
+  arguments.use(std::forward<PlanType>(plan));
+};
+
+TEST(CppApi, BorrowsNoTemporaries) {
+  struct Loop {};
+  EXPECT_TRUE(MakesExecutor<Loop&>);
+  EXPECT_TRUE(MakesExecutor<const Loop&>);
+  EXPECT_FALSE(MakesExecutor<Loop>);
+  EXPECT_TRUE(IsUsed<Plan&>);
+  EXPECT_TRUE(IsUsed<const Plan&>);
+  EXPECT_FALSE(IsUsed<Plan>);
+}
+
 TEST(CppApi, DecodesOnACallersExecutor) {
   Call call;
   std::int64_t calls = 0;
