@@ -476,7 +476,7 @@ class ManyMerger {
       : shape_(shape),
         shared_(shared),
         items_(num_merged * query_rows_of_row(shape)),
-        item_(blockIdx.x * kWarps + threadIdx.x / 32),
+        item_(first_item()),
         list_(shared.slots + threadIdx.x / 32 * shape.num_parts) {
     locate();
   }
@@ -495,6 +495,13 @@ class ManyMerger {
   static constexpr int kChunks = 2;  // of 8 numbers, one in each half
   static constexpr int kPartsInFlight = 2;
   using Sum = Merged<kChunks * kLaneColumns>;
+
+  // Of a multiprocessor's two blocks neither is to have all of its items: if those are fewer than
+  // the warps, other multiprocessors have none. A lone block's warps share what L1 has of a row.
+  static __device__ std::uint32_t first_item() {
+    return Results::kAppear ? blockIdx.x * kWarps + threadIdx.x / 32
+                            : threadIdx.x / 32 * gridDim.x + blockIdx.x;
+  }
 
   __device__ void locate() {
     const std::int32_t row_before = place_.row;
