@@ -184,10 +184,11 @@ template <class Units, class Payload>
 FLASHMLA_HD constexpr std::int32_t splits_of_row(Units offset, std::int32_t blocks,
                                                  const Payload& payload,
                                                  std::int32_t row_start_units) {
-  if (blocks <= 1) return 1;
   const Units last =
-      quotient(offset + row_start_units + Units{kUnitsPerBlock} * (blocks - 1), payload);
-  return static_cast<std::int32_t>(last - first_inner_cut(offset, payload, row_start_units)) + 2;
+      offset + row_start_units + Units{kUnitsPerBlock} * (blocks > 1 ? blocks - 1 : 0);
+  return static_cast<std::int32_t>(quotient(last, payload) -
+                                   first_inner_cut(offset, payload, row_start_units)) +
+         2;
 }
 
 // The split number of part `part` in the row that it begins inside of (block > 0).

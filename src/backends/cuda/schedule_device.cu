@@ -157,12 +157,12 @@ class SmallPlanner {
 
   // Into shared memory, and this thread's into registers. Whether all of the warp's fit.
   __device__ __forceinline__ bool read_rows(std::int32_t (&blocks)[kRows]) const {
+    const std::int32_t* length =
+        problem_.cache_seqlens + row_in_order(0) * problem_.cache_seqlens_stride;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
-      const std::int32_t row = row_in_order(i);
-      const std::int32_t length =
-          row < problem_.batch ? problem_.cache_seqlens[row * problem_.cache_seqlens_stride] : 0;
-      blocks[i] = schedule::blocks_of_length(length);
+      blocks[i] = schedule::blocks_of_length(row_in_order(i) < problem_.batch ? *length : 0);
+      length += 32 * problem_.cache_seqlens_stride;
     }
     bool fit = true;
 #pragma unroll
@@ -205,17 +205,24 @@ class SmallPlanner {
     const std::int32_t start = model_.row_start_units;
     // To multiply by the inverse is worth the inverse's own division where there are many rows.
     const std::conditional_t<(kRows >= 8), Divisor, std::int32_t> divisor(payload);
+    const std::int32_t rows = count();
     std::int32_t splits = 0;
     OfThread own;
+    const auto add_up = [&](const auto& splits_of) {
 #pragma unroll
-    for (int i = 0; i < kRows; ++i) {
-      if (i < count()) {
-        splits += even.rows_per_part > 0
-                      ? schedule::shares_of_row(blocks[i], even)
-                      : schedule::splits_of_row(offset, blocks[i], divisor, start);
+      for (int i = 0; i < kRows; ++i) {
+        splits += i < rows ? splits_of(blocks[i]) : 0;
+        own.rows[i] = static_cast<std::uint16_t>(splits);
       }
-      own.rows[i] = static_cast<std::uint16_t>(splits);
-      offset += start + schedule::kUnitsPerBlock * blocks[i];
+    };
+    if (even.rows_per_part > 0) {
+      add_up([&](std::int32_t row_blocks) { return schedule::shares_of_row(row_blocks, even); });
+    } else {
+      add_up([&](std::int32_t row_blocks) {
+        const std::int32_t here = schedule::splits_of_row(offset, row_blocks, divisor, start);
+        offset += start + schedule::kUnitsPerBlock * row_blocks;
+        return here;
+      });
     }
     reinterpret_cast<OfThread*>(shared_.row_splits)[threadIdx.x] = own;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
