@@ -48,7 +48,8 @@ FLASHMLA_HD constexpr std::int64_t quotient(std::int64_t n, std::int64_t d) {
 
 // Blocks of the plan in a row of `length` tokens; a negative length counts as none.
 FLASHMLA_HD constexpr std::int32_t blocks_of_length(std::int32_t length) {
-  return length <= 0 ? 0 : (length - 1) / kBlockTokens + 1;
+  const std::uint32_t tokens = length > 0 ? static_cast<std::uint32_t>(length) : 0;
+  return static_cast<std::int32_t>((tokens + kBlockTokens - 1) / kBlockTokens);
 }
 
 FLASHMLA_HD constexpr std::int64_t row_cost(std::int32_t blocks, std::int32_t row_start_units) {

@@ -205,13 +205,13 @@ class SmallPlanner {
     const std::int32_t start = model_.row_start_units;
     // To multiply by the inverse is worth the inverse's own division where there are many rows.
     const std::conditional_t<(kRows >= 8), Divisor, std::int32_t> divisor(payload);
-    const std::int32_t rows = count();
+    // Rows past the last count here, too: they come after all others, so nobody reads their sums.
     std::int32_t splits = 0;
     OfThread own;
     const auto add_up = [&](const auto& splits_of) {
 #pragma unroll
       for (int i = 0; i < kRows; ++i) {
-        splits += i < rows ? splits_of(blocks[i]) : 0;
+        splits += splits_of(blocks[i]);
         own.rows[i] = static_cast<std::uint16_t>(splits);
       }
     };
