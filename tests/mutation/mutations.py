@@ -280,14 +280,14 @@ MUTATIONS = [
     ),
     Mutation(
         "backends/cpu/decode.cpp",
-        "(std::int64_t{fragment} * problem_.num_heads_k + task.kv_head) * problem_.query_rows() +",
-        "(std::int64_t{fragment} * problem_.num_heads_k) * problem_.query_rows() +",
+        "(std::int64_t{fragment} * problem_.num_heads_k + task.kv_head) *",
+        "(std::int64_t{fragment} * problem_.num_heads_k) *",
         r"/Decode\.(SeveralKeyValueHeads|RandomCalls).*cpu_portable_bf16",
     ),
     Mutation(
         "backends/cpu/decode.cpp",
         "float* weights = lses + base;",
-        "float* weights = lses + base - r % 2;",
+        "float* weights = lses + base - begin % 2;",
         HAND_PLANS,
     ),
     Mutation(
@@ -372,8 +372,8 @@ MUTATIONS = [
     ),
     Mutation(
         "backends/cpu/amx/kernels.cpp",
-        "const float weight = partials.weights[i * partials.weight_stride];",
-        "const float weight = partials.weights[i];",
+        "const float weight = weights[i * partials.weight_stride];",
+        "const float weight = weights[i];",
         AMX,
     ),
     Mutation(

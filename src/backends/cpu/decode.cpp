@@ -13,11 +13,20 @@ namespace {
 
 constexpr std::size_t kAlignment = 64;
 
+constexpr std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
+  return (n + multiple - 1) / multiple * multiple;
+}
+
+// Query rows of a key/value head in a fragment's partial results.
+std::int64_t partial_rows(const Problem& problem, const DecodeKernel& kernel) {
+  return round_up(problem.query_rows(), kernel.row_tile);
+}
+
 // Groups are as large as the kernel takes, since each reads the cache once more, but where a plan
 // has too few rows to keep the threads busy they are cut smaller, down to what fills a tile. Where
 // every walk is but a share of a row, so that parts have the same queries, groups are of 128 rows
 // at most: a thread takes the same one of each part, and finds its queries and scratch in its cache
-// (docs/performance/cpu.md).
+// (docs/performance/cpu.md). All but the last are of whole tiles.
 WorkItems work_items(const Problem& problem, const DecodeKernel& kernel, std::int64_t num_row_walks,
                      bool only_shares, std::int32_t num_threads) {
   constexpr std::int32_t kLeastRows = 16;
@@ -31,7 +40,9 @@ WorkItems work_items(const Problem& problem, const DecodeKernel& kernel, std::in
   const std::int32_t groups = std::max(
       (rows - 1) / most_rows + 1,
       static_cast<std::int32_t>(std::min<std::int64_t>(threads_each, (rows - 1) / kLeastRows + 1)));
-  return {problem.num_parts, problem.num_heads_k, groups, (rows - 1) / groups + 1};
+  const auto rows_each =
+      static_cast<std::int32_t>(round_up((rows - 1) / groups + 1, kernel.row_tile));
+  return {problem.num_parts, problem.num_heads_k, (rows - 1) / rows_each + 1, rows_each};
 }
 
 // One work item: the part's walk, for one key/value head and one group of query rows.
@@ -92,7 +103,8 @@ class ItemWalk {
       task.token_end = static_cast<std::int32_t>(
           std::min<std::int64_t>(length, std::int64_t{share.block_end} * kBlockTokens));
       const std::int64_t first_row =
-          (std::int64_t{fragment} * problem_.num_heads_k + task.kv_head) * problem_.query_rows() +
+          (std::int64_t{fragment} * problem_.num_heads_k + task.kv_head) *
+              partial_rows(problem_, kernel_) +
           task.query_row_begin;
       task.partial_out = partial_outs_ + first_row * problem_.head_dim_v;
       task.partial_lse = partial_lses_ + first_row;
@@ -113,6 +125,20 @@ class ItemWalk {
   float* partial_outs_;
   float* partial_lses_;
 };
+
+// Of the parts of a query row, `stride` elements apart, the lse becomes the weight: below 0 where a
+// part is empty, but for the first one where all are, whose zeros are the result. Returns the lse
+// of all.
+float lses_to_weights(float* lses, std::int64_t stride, std::int64_t count) {
+  const combine::MergeScale scale =
+      combine::merge_scale(count, [&](std::int64_t i) { return lses[i * stride]; });
+  for (std::int64_t i = 0; i < count; ++i) {
+    float& lse = lses[i * stride];
+    lse = combine::is_empty_part(lse) ? -1.0f : scale.weight(lse);
+  }
+  if (scale.sum == 0.0f) lses[0] = 0.0f;
+  return scale.merged_lse();
+}
 
 // Appends areas to a layout, each aligned, with the overflow remembered.
 class Areas {
@@ -177,10 +203,10 @@ Result<WorkspaceLayout> lay_out_workspace(const Problem& problem, const DecodeKe
   layout.num_workers = static_cast<std::int32_t>(
       std::min<std::int64_t>(num_threads, row_walks * layout.items.per_part()));
   const auto fragments = static_cast<std::size_t>(layout.num_fragments);
-  const auto partial_rows = static_cast<std::size_t>(problem.num_heads_k) *
-                            static_cast<std::size_t>(problem.query_rows());
+  const std::size_t rows = static_cast<std::size_t>(problem.num_heads_k) *
+                           static_cast<std::size_t>(partial_rows(problem, kernel));
   std::size_t partials = 0;
-  const bool too_many = __builtin_mul_overflow(fragments, partial_rows, &partials);
+  const bool too_many = __builtin_mul_overflow(fragments, rows, &partials);
 
   Areas areas;
   layout.schedule = areas.add(1, schedule::resolve_bytes(problem, layout.num_fragments));
@@ -228,26 +254,34 @@ void combine(const Problem& problem, const DecodeKernel& kernel, const schedule:
   const float* outs = reinterpret_cast<const float*>(workspace + layout.partial_outs);
   float* lses = reinterpret_cast<float*>(workspace + layout.partial_lses);
   const std::int64_t rows = std::int64_t{problem.num_heads_k} * problem.query_rows();
+  const std::int64_t rows_each = partial_rows(problem, kernel);  // of a key/value head
+  const std::int64_t stride = problem.num_heads_k * rows_each;   // of fragments
 
-  // Query row r of the batch row whose fragments are [first, first + count).
-  const auto merge_row = [&](std::size_t first, std::int64_t count, std::int64_t r) {
-    const std::int64_t base = static_cast<std::int64_t>(first) * rows + r;
-    const QueryRow query = query_row(problem, static_cast<std::int32_t>(r / problem.query_rows()),
-                                     static_cast<std::int32_t>(r % problem.query_rows()));
+  // Query rows [begin, end) of a tile of a key/value head, of the batch row whose fragments are
+  // [first, first + count).
+  const auto merge_rows = [&](std::size_t first, std::int64_t count, std::int32_t kv_head,
+                              std::int32_t begin, std::int32_t end) {
     const std::int32_t row = fragments[first].row;
-    float* weights = lses + base;  // each takes the place of its lse
-    const combine::MergeScale scale =
-        combine::merge_scale(count, [&](std::int64_t i) { return weights[i * rows]; });
-    for (std::int64_t i = 0; i < count; ++i) {
-      float& lse = weights[i * rows];
-      lse = combine::is_empty_part(lse) ? -1.0f : scale.weight(lse);
+    const std::int32_t tile_row = begin % kernel.row_tile;
+    const std::int64_t base =
+        static_cast<std::int64_t>(first) * stride + kv_head * rows_each + begin;
+    float* weights = lses + base;
+    void* results[kMostTileRows];
+    for (std::int32_t i = 0; i < end - begin; ++i) {
+      const QueryRow query = query_row(problem, kv_head, begin + i);
+      lse_of(problem, row, query) = lses_to_weights(weights + i, stride, count);
+      visit_float_dtype(problem.dtype, [&](auto element) {
+        results[i] = out_of<decltype(element)>(problem, row, query);
+      });
     }
-    lse_of(problem, row, query) = scale.merged_lse();
-    const Partials partials{outs + base * problem.head_dim_v, rows * problem.head_dim_v, weights,
-                            rows, scale.sum == 0.0f ? 0 : count};
-    visit_float_dtype(problem.dtype, [&](auto element) {
-      kernel.merge(problem, partials, out_of<decltype(element)>(problem, row, query));
-    });
+    const Partials partials{outs + (base - tile_row) * problem.head_dim_v,
+                            stride * problem.head_dim_v,
+                            tile_row,
+                            tile_row + end - begin,
+                            weights,
+                            stride,
+                            count};
+    kernel.merge(problem, partials, results);
   };
   const std::int64_t workers = std::min<std::int64_t>(layout.num_workers, rows);
   executor.run(workers, [&](std::int64_t worker) {
@@ -257,7 +291,15 @@ void combine(const Problem& problem, const DecodeKernel& kernel, const schedule:
       std::size_t last = first;
       while (last < fragments.size() && fragments[last].row == fragments[first].row) ++last;
       const auto count = static_cast<std::int64_t>(last - first);
-      for (std::int64_t r = begin; r < end; ++r) merge_row(first, count, r);
+      for (std::int64_t r = begin; r < end;) {
+        const auto head_row = static_cast<std::int32_t>(r % problem.query_rows());
+        const std::int64_t tile_end = std::min<std::int64_t>(
+            round_up(head_row + std::int64_t{1}, kernel.row_tile), problem.query_rows());
+        const auto num_rows = static_cast<std::int32_t>(std::min(tile_end - head_row, end - r));
+        merge_rows(first, count, static_cast<std::int32_t>(r / problem.query_rows()), head_row,
+                   head_row + num_rows);
+        r += num_rows;
+      }
       first = last;
     }
   });

@@ -31,9 +31,11 @@ struct WorkspaceLayout {
   std::int32_t num_workers = 0;  // threads that find work
   std::size_t schedule = 0;      // what resolve() fills
   std::size_t next_rows = 0;     // int32 (items.count()): rows of each item that are begun
-  std::size_t partial_outs = 0;  // float (num_fragments, num_heads_k, query_rows, head_dim_v)
-  std::size_t partial_lses = 0;  // float (num_fragments, num_heads_k, query_rows)
-  std::size_t scratch = 0;       // num_workers areas of scratch_stride bytes
+  // float (num_fragments, num_heads_k, rows, head_dim_v) and without head_dim_v, the rows being
+  // query rows in whole tiles of DecodeKernel::row_tile.
+  std::size_t partial_outs = 0;
+  std::size_t partial_lses = 0;
+  std::size_t scratch = 0;  // num_workers areas of scratch_stride bytes
   std::size_t scratch_stride = 0;
   std::size_t total_bytes = 0;
 };

@@ -9,17 +9,21 @@
 
 namespace flashmla::cpu {
 
+inline constexpr std::int32_t kMostTileRows = 16;
+
 // Attention of some query rows of one (batch row, key/value head) over a range of its tokens.
 struct Task {
-  std::int32_t row = 0;              // batch row
-  std::int32_t kv_head = 0;          // key/value head
-  std::int32_t query_row_begin = 0;  // inclusive, in the numbering of Problem::query_rows()
-  std::int32_t query_row_end = 0;    // exclusive; at most DecodeKernel::max_query_rows more
-  std::int32_t token_begin = 0;      // inclusive
-  std::int32_t token_end = 0;        // exclusive, at most the row's length
+  std::int32_t row = 0;      // batch row
+  std::int32_t kv_head = 0;  // key/value head
+  // Inclusive, in the numbering of Problem::query_rows(); a multiple of DecodeKernel::row_tile.
+  std::int32_t query_row_begin = 0;
+  std::int32_t query_row_end = 0;  // exclusive; at most DecodeKernel::max_query_rows more
+  std::int32_t token_begin = 0;    // inclusive
+  std::int32_t token_end = 0;      // exclusive, at most the row's length
   // Where the result goes. Null: the row is walked whole, so write Problem::out and Problem::lse
   // in their dtypes and strides. Otherwise float partial results normalised over this range alone:
-  // partial_out is (query_row_end - query_row_begin, head_dim_v) contiguous, partial_lse is
+  // partial_out holds (query_row_end - query_row_begin, head_dim_v), rows rounded up to whole tiles
+  // of DecodeKernel::row_tile, in an order inside a tile that only the kernel knows; partial_lse is
   // (query_row_end - query_row_begin). A query row that sees no token of the range has out 0 and
   // lse +inf in both cases.
   float* partial_out = nullptr;
@@ -30,13 +34,18 @@ struct Task {
   std::int32_t next_token_end = 0;
 };
 
-// The partial results of a query row that share it, in the order of their tokens.
+// The partial results of query rows [row_begin, row_end) of a row tile, in the order of their
+// tokens.
 struct Partials {
-  const float* outs;  // (count, head_dim_v), rows out_stride elements apart
+  const float* outs;  // of the tile: (count), out_stride elements apart
   std::int64_t out_stride;
-  const float* weights;  // (count), weight_stride elements apart; below 0: empty, not read
+  std::int32_t row_begin;
+  std::int32_t row_end;
+  // (count, row_end - row_begin), weight_stride elements apart; below 0: empty, not read. At least
+  // one weight of a row is not.
+  const float* weights;
   std::int64_t weight_stride;
-  std::int64_t count;  // 0: the row sees no token
+  std::int64_t count;
 };
 
 // Rules for every kernel:
@@ -48,12 +57,13 @@ struct Partials {
 //    scratch_bytes(problem) long, and holds garbage at entry.
 // Name, instruction set and dtype of a kernel stand in its row of kernels.inc.
 struct DecodeKernel {
-  std::int32_t max_query_rows;
+  std::int32_t max_query_rows;  // of a task, a multiple of row_tile
+  std::int32_t row_tile;        // at most kMostTileRows: see Task::partial_out
   std::size_t (*scratch_bytes)(const Problem& problem);
   void (*decode)(const Problem& problem, const Task& task, std::byte* scratch);
-  // out = sum of weight * partial result, head_dim_v elements in the problem's dtype. One partial
-  // result of weight 1 passes bit for bit.
-  void (*merge)(const Problem& problem, const Partials& partials, void* out);
+  // outs[row - row_begin] = sum of weight * partial result, head_dim_v elements in the problem's
+  // dtype. One partial result of weight 1 passes bit for bit.
+  void (*merge)(const Problem& problem, const Partials& partials, void* const* outs);
 };
 
 }  // namespace flashmla::cpu

@@ -51,10 +51,11 @@ void decode(const Problem& problem, const Task& task, std::byte* scratch) {
   }
 }
 
+// A row tile is one row, in order.
 template <class Element>
-void merge(const Problem& problem, const Partials& partials, void* out) {
+void merge(const Problem& problem, const Partials& partials, void* const* outs) {
   for (std::int32_t c = 0; c < problem.head_dim_v; ++c) {
-    double sum = partials.count == 0 ? 0.0 : -0.0;
+    double sum = -0.0;
     double largest = 0.0;  // in magnitude, past which rounding must not carry the mean
     for (std::int64_t i = 0; i < partials.count; ++i) {
       const double weight = static_cast<double>(partials.weights[i * partials.weight_stride]);
@@ -64,7 +65,7 @@ void merge(const Problem& problem, const Partials& partials, void* out) {
       largest = std::max(largest, std::abs(value));
     }
     sum = std::max(std::min(sum, largest), -largest);
-    static_cast<Element*>(out)[c] = from_float<Element>(static_cast<float>(sum));
+    static_cast<Element*>(outs[0])[c] = from_float<Element>(static_cast<float>(sum));
   }
 }
 
@@ -72,8 +73,9 @@ constexpr std::int32_t kMaxQueryRows = 64;
 
 }  // namespace
 
-const DecodeKernel kReferenceBf16{kMaxQueryRows, scratch_bytes, decode<BFloat16>, merge<BFloat16>};
-const DecodeKernel kReferenceFp16{kMaxQueryRows, scratch_bytes, decode<Float16>, merge<Float16>};
-const DecodeKernel kReferenceFp32{kMaxQueryRows, scratch_bytes, decode<float>, merge<float>};
+const DecodeKernel kReferenceBf16{kMaxQueryRows, 1, scratch_bytes, decode<BFloat16>,
+                                  merge<BFloat16>};
+const DecodeKernel kReferenceFp16{kMaxQueryRows, 1, scratch_bytes, decode<Float16>, merge<Float16>};
+const DecodeKernel kReferenceFp32{kMaxQueryRows, 1, scratch_bytes, decode<float>, merge<float>};
 
 }  // namespace flashmla::cpu

@@ -111,7 +111,7 @@ class Decode {
         task_(task),
         wanted_(wanted),
         guarded_(guarded),
-        scratch_(problem, memory),
+        scratch_(areas(problem, task, memory, guarded)),
         rows_(task.query_row_end - task.query_row_begin),
         row_tiles_(divide_up(rows_, kTileRows)),
         dot_steps_(problem.head_dim / kTileElements),
@@ -131,6 +131,17 @@ class Decode {
       blocks_[i].gathered = scratch_.gathered[i];
     }
     std::memset(scratch_.zero_row, 0, static_cast<std::size_t>(problem.head_dim) * 2);
+  }
+
+  // O of a partial result is made where it is to stay, which saves a copy that is in no cache. A
+  // guarded task decodes rows that are not to be touched as well.
+  static Scratch<Shape> areas(const Problem& problem, const Task& task, std::byte* memory,
+                              bool guarded) {
+    Scratch<Shape> scratch(problem, memory);
+    if (Shape::kInterleavedValues && task.partial_out != nullptr && !guarded) {
+      scratch.outputs = task.partial_out;
+    }
+    return scratch;
   }
 
   // The scores of a block, between which the softmax of the one before runs, then that one's
@@ -610,7 +621,6 @@ class Decode {
   void finish() {
     for (std::int32_t row = 0; row < rows_; ++row) {
       if (!wanted_.has(row)) continue;
-      const QueryRow where = query(row);
       const double total = scratch_.totals[row];
       const bool empty = scratch_.visible[row] == 0;
       const float inverse = empty ? 0.0f : static_cast<float>(1.0 / total);
@@ -619,38 +629,42 @@ class Decode {
           empty ? std::numeric_limits<float>::infinity()
                 : static_cast<float>(static_cast<double>(scratch_.references[row]) * kLn2 +
                                      std::log(guarded_ ? total / double{kGuardedWeight} : total));
-      // Not all zeros if a result is no finite number.
-      __m512i excess = _mm512_setzero_si512();
-      if (task_.partial_out != nullptr) {
-        float* out = task_.partial_out + std::int64_t{row} * problem_.head_dim_v;
-        for_each_32_columns(row, inverse, [&](std::int32_t column, __m512 low, __m512 high) {
-          excess = _mm512_or_si512(excess, excess_of(low, high));
-          _mm512_storeu_ps(out + column, low);
-          _mm512_storeu_ps(out + column + kTileFloats, high);
-        });
-        task_.partial_lse[row] = lse;
-      } else {
-        BFloat16* out = out_of<BFloat16>(problem_, task_.row, where);
-        for_each_32_columns(row, inverse, [&](std::int32_t column, __m512 low, __m512 high) {
-          excess = _mm512_or_si512(excess, excess_of(low, high));
-          _mm512_storeu_si512(out + column, to_bf16x32(low, high));
-        });
-        lse_of(problem_, task_.row, where) = lse;
-      }
-      const bool is_finite = _mm512_test_epi32_mask(excess, excess) == 0 && std::isfinite(lse);
+      const bool is_partial = task_.partial_out != nullptr;
+      (is_partial ? task_.partial_lse[row] : lse_of(problem_, task_.row, query(row))) = lse;
+      const bool is_finite = (is_partial ? write_partial(row, inverse) : write_out(row, inverse)) &&
+                             std::isfinite(lse);
       const bool is_exact = std::abs(scratch_.references[row]) < kLargestReference;
       if (!empty && !(is_finite && is_exact)) overflown_.add(row);
     }
   }
 
-  // The bits of a NaN for each NaN, infinity, and number that bf16 may round to infinity; of a zero
-  // for others.
-  static __m512i excess_of(__m512 a, __m512 b) {
-    const __m512 margin = _mm512_set1_ps(1.0f + 0x1p-7f);
-    a = _mm512_mul_ps(a, margin);
-    b = _mm512_mul_ps(b, margin);
-    return _mm512_or_si512(_mm512_castps_si512(_mm512_sub_ps(a, a)),
-                           _mm512_castps_si512(_mm512_sub_ps(b, b)));
+  // The bits of a bf16, the last finite one but one, from which on a result is not to be trusted:
+  // rounding a weight may have made it that little, and rounding a merge may make it infinite.
+  static constexpr std::int32_t kTooLarge = 0x7f7e;
+
+  // Both write a row of O times `factor`, and return whether all of it is finite and below that.
+  bool write_out(std::int32_t row, float factor) const {
+    BFloat16* out = out_of<BFloat16>(problem_, task_.row, query(row));
+    __m512i largest = _mm512_setzero_si512();
+    for_each_32_columns(row, factor, [&](std::int32_t column, __m512 low, __m512 high) {
+      const __m512i elements = to_bf16x32(low, high);
+      largest = _mm512_max_epu16(largest, _mm512_and_si512(elements, _mm512_set1_epi16(0x7fff)));
+      _mm512_storeu_si512(out + column, elements);
+    });
+    return _mm512_cmpge_epu16_mask(largest, _mm512_set1_epi16(kTooLarge)) == 0;
+  }
+  bool write_partial(std::int32_t row, float factor) const {
+    const __m512i magnitude = _mm512_set1_epi32(0x7fffffff);
+    float* out = task_.partial_out + PartialLayout<Shape>::offset(problem_.head_dim_v, row, 0);
+    __m512i largest = _mm512_setzero_si512();
+    for_each_32_columns(row, factor, [&](std::int32_t, __m512 low, __m512 high) {
+      largest = _mm512_max_epu32(largest, _mm512_and_si512(magnitude, _mm512_castps_si512(low)));
+      largest = _mm512_max_epu32(largest, _mm512_and_si512(magnitude, _mm512_castps_si512(high)));
+      _mm512_store_ps(out, low);
+      _mm512_store_ps(out + PartialLayout<Shape>::kNextColumns, high);
+      out += 2 * PartialLayout<Shape>::kNextColumns;
+    });
+    return _mm512_cmpge_epu32_mask(largest, _mm512_set1_epi32(kTooLarge << 16)) == 0;
   }
 
   // Weights are rounded and their total is not, so the mean of values of the largest number may
@@ -740,30 +754,43 @@ void decode(const Problem& problem, const Task& task, std::byte* scratch) {
   visit_shape(problem, [&](auto shape) { Decode<decltype(shape)>::run(problem, task, scratch); });
 }
 
-void merge(const Problem& problem, const Partials& partials, void* out) {
+// Some columns of all rows before the next columns, so that tiles are read in order: half of them
+// come from the cache of another core.
+template <class Shape>
+void merge_rows(const Problem& problem, const Partials& partials, void* const* outs) {
   constexpr std::int32_t kColumns = 2 * kTileElements;  // every head_dim_v is a multiple
-  // -0 is the identity of addition: 0 would turn a lone -0 into 0.
-  const __m512 start = _mm512_set1_ps(partials.count == 0 ? 0.0f : -0.0f);
   for (std::int32_t column = 0; column < problem.head_dim_v; column += kColumns) {
-    __m512 sums[4] = {start, start, start, start};
-    for (std::int64_t i = 0; i < partials.count; ++i) {
-      const float weight = partials.weights[i * partials.weight_stride];
-      if (weight < 0.0f) continue;
-      const float* part = partials.outs + i * partials.out_stride + column;
-      for (std::int32_t r = 0; r < 4; ++r) {
-        sums[r] = _mm512_fmadd_ps(_mm512_set1_ps(weight), _mm512_loadu_ps(part + r * kTileFloats),
-                                  sums[r]);
+    for (std::int32_t row = partials.row_begin; row < partials.row_end; ++row) {
+      const float* weights = partials.weights + (row - partials.row_begin);
+      const float* first =
+          partials.outs + PartialLayout<Shape>::offset(problem.head_dim_v, row, column);
+      // -0 is the identity of addition: 0 would turn a lone -0 into 0.
+      __m512 sums[kColumns / kTileFloats];
+      std::fill(std::begin(sums), std::end(sums), _mm512_set1_ps(-0.0f));
+      for (std::int64_t i = 0; i < partials.count; ++i) {
+        const float weight = weights[i * partials.weight_stride];
+        if (weight < 0.0f) continue;
+        const float* part = first + i * partials.out_stride;
+        for (__m512& sum : sums) {
+          sum = _mm512_fmadd_ps(_mm512_set1_ps(weight), _mm512_load_ps(part), sum);
+          part += PartialLayout<Shape>::kNextColumns;
+        }
       }
+      BFloat16* out = static_cast<BFloat16*>(outs[row - partials.row_begin]) + column;
+      _mm512_storeu_si512(out, to_bf16x32(sums[0], sums[1]));
+      _mm512_storeu_si512(out + kTileElements, to_bf16x32(sums[2], sums[3]));
     }
-    BFloat16* elements = static_cast<BFloat16*>(out) + column;
-    _mm512_storeu_si512(elements, to_bf16x32(sums[0], sums[1]));
-    _mm512_storeu_si512(elements + kTileElements, to_bf16x32(sums[2], sums[3]));
   }
+}
+
+void merge(const Problem& problem, const Partials& partials, void* const* outs) {
+  visit_shape(problem, [&](auto shape) { merge_rows<decltype(shape)>(problem, partials, outs); });
 }
 
 }  // namespace
 }  // namespace amx
 
-const DecodeKernel kAmxBf16 = {amx::kMaxQueryRows, amx::scratch_bytes, amx::decode, amx::merge};
+const DecodeKernel kAmxBf16 = {amx::kMaxQueryRows, amx::kTileRows, amx::scratch_bytes, amx::decode,
+                               amx::merge};
 
 }  // namespace flashmla::cpu

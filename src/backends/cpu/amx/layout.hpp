@@ -82,6 +82,22 @@ decltype(auto) visit_shape(const Problem& problem, const Visit& visit) {
   return visit(ManyRows{});
 }
 
+// Where 16 columns of a query row lie in its partial result, and how far the next 16 are. ManyRows
+// has them in tiles, for which O is made there; a copy is better off with rows in order.
+template <class Shape>
+struct PartialLayout {
+  static constexpr std::int64_t kNextColumns =
+      Shape::kInterleavedValues ? kTileRows * kTileFloats : kTileFloats;
+
+  static std::int64_t offset(std::int32_t head_dim_v, std::int32_t row, std::int32_t column) {
+    const std::int64_t row_offset =
+        Shape::kInterleavedValues
+            ? std::int64_t{row / kTileRows} * kTileRows * head_dim_v + row % kTileRows * kTileFloats
+            : std::int64_t{row} * head_dim_v;
+    return row_offset + column / kTileFloats * kNextColumns;
+  }
+};
+
 // Tokens [begin, begin + count) of the task on their way through the phases.
 template <class Shape>
 struct Block {

@@ -610,7 +610,7 @@ class DecodeLoop {
 template <class V, class Element>
 constexpr DecodeKernel decode_loop_kernel() {
   using Loop = DecodeLoop<V, Element>;
-  return {Loop::kMaxQueryRows, Loop::scratch_bytes, Loop::decode, merge_partials<V, Element>};
+  return {Loop::kMaxQueryRows, 1, Loop::scratch_bytes, Loop::decode, merge_partials<V, Element>};
 }
 
 }  // namespace flashmla::cpu

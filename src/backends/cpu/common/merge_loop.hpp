@@ -12,9 +12,9 @@
 
 namespace flashmla::cpu {
 
-// V: kLanes, Float, load, store, broadcast, fma, store_pair.
+// V: kLanes, Float, load, store, broadcast, fma, store_pair. A row tile is one row, in order.
 template <class V, class Element>
-void merge_partials(const Problem& problem, const Partials& partials, void* out) {
+void merge_partials(const Problem& problem, const Partials& partials, void* const* outs) {
   // Every head_dim_v is a multiple of 64.
   constexpr std::int32_t kRegisters = 4;
   constexpr std::int32_t kColumns = kRegisters * V::kLanes;
@@ -22,9 +22,9 @@ void merge_partials(const Problem& problem, const Partials& partials, void* out)
   // mean to their own largest number.
   constexpr bool kKeepsRange = std::is_same_v<Element, float>;
   constexpr float kInfinity = std::numeric_limits<float>::infinity();
-  Element* elements = static_cast<Element*>(out);
+  Element* elements = static_cast<Element*>(outs[0]);
   // -0 is the identity of addition: 0 would turn a lone -0 into 0.
-  const typename V::Float start = V::broadcast(partials.count == 0 ? 0.0f : -0.0f);
+  const typename V::Float start = V::broadcast(-0.0f);
   for (std::int32_t column = 0; column < problem.head_dim_v; column += kColumns) {
     typename V::Float sums[kRegisters] = {start, start, start, start};
     [[maybe_unused]] typename V::Float least[kRegisters], largest[kRegisters];
@@ -47,7 +47,7 @@ void merge_partials(const Problem& problem, const Partials& partials, void* out)
       }
     }
     if constexpr (kKeepsRange) {
-      for (std::int32_t r = 0; r < kRegisters && partials.count > 0; ++r) {
+      for (std::int32_t r = 0; r < kRegisters; ++r) {
         sums[r] = V::maximum(least[r], V::minimum(largest[r], sums[r]));
       }
     }
