@@ -17,6 +17,7 @@ from flashmla.attention import (
 )
 
 _flashmla_C_AVAILABLE = _library.LOAD_ERROR is None
+__version__ = _library.version() if _flashmla_C_AVAILABLE else "0+unknown"
 _vllm_names_registered = False  # whether torch.ops._flashmla_C is this package's
 
 if _flashmla_C_AVAILABLE:

@@ -6,6 +6,7 @@ import os
 import shutil
 import subprocess
 import sys
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -46,6 +47,10 @@ def without_extension(tmp_path) -> str:
 
 def test_is_quiet():
     assert output("import torch, flashmla") == ""
+
+
+def test_has_the_version_of_the_installed_package():
+    assert flashmla.__version__ == metadata.version("flashmla")
 
 
 def test_imports_nothing_of_the_command_line():

@@ -26,6 +26,7 @@ def main() -> None:
         pretty_exceptions_enable=False,
         help="Multi-head latent attention over a paged key/value cache.",
     )
+    app.callback()(info.options)
     app.command("demo")(demo.run)
     app.command("decode")(decode.run)
     app.command("check")(check.run)

@@ -17,6 +17,23 @@ from flashmla import _library
 from flashmla.cli.console import Failure, console, kernels, print_json, require_support
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        print(flashmla.__version__)
+        raise typer.Exit
+
+
+def options(
+    version: Annotated[
+        bool,
+        typer.Option(
+            "--version", help="Print the version and end.", is_eager=True, callback=_print_version
+        ),
+    ] = False,
+) -> None:
+    """Those of `flashmla` itself, before a command."""
+
+
 def processor_name() -> str:
     """The processor as the operating system names it."""
     try:
