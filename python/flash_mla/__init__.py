@@ -62,31 +62,42 @@ def get_mla_metadata(
     is_fp8_kvcache: bool = False,
     topk: int | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
-def get_mla_metadata(*args, **kwargs):
+@overload
+def get_mla_metadata(
+    cache_seqlens: torch.Tensor,
+    *,
+    num_q_tokens_per_head_k: int,
+    num_heads_k: int,
+    num_heads_q: int | None = None,
+    is_fp8_kvcache: bool = False,
+    topk: int | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]: ...
+def get_mla_metadata(
+    cache_seqlens=None,
+    num_heads_per_head_k=None,
+    num_heads_k=None,
+    num_heads_q=None,
+    is_fp8_kvcache=False,
+    topk=None,
+    *,
+    num_q_tokens_per_head_k=None,
+):
     """A plan to be made at the first attention call.
 
     Without arguments returns `(FlashMLASchedMeta(), None)`. With the arguments of
-    `flashmla.get_mla_metadata` returns that function's two tensors, as older releases did.
+    `flashmla.get_mla_metadata` returns that function's two tensors, as older releases did. Releases
+    in between called the second num_q_tokens_per_head_k and had the last three; num_heads_q is of
+    use with topk alone.
 
     Raises:
         NotImplementedError: is_fp8_kvcache or topk is given: formats that flashmla does not compute
             yet.
     """
-    if not args and not kwargs:
-        return FlashMLASchedMeta(), None
-    return _plan(*args, **kwargs)
-
-
-def _plan(
-    cache_seqlens: torch.Tensor,
-    num_heads_per_head_k: int,
-    num_heads_k: int,
-    num_heads_q: int | None = None,
-    is_fp8_kvcache: bool = False,
-    topk: int | None = None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The arguments of releases in between; num_heads_q is of use with topk alone."""
     _refuse_later_formats({"is_fp8_kvcache": is_fp8_kvcache or None, "topk": topk})
+    if num_heads_per_head_k is None:
+        num_heads_per_head_k = num_q_tokens_per_head_k
+    if cache_seqlens is None and num_heads_per_head_k is None and num_heads_k is None:
+        return FlashMLASchedMeta(), None
     return flashmla.get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k)
 
 

@@ -55,7 +55,16 @@ def test_a_plan_takes_the_arguments_of_releases_in_between(inputs):
     for more in ((8,), (8, False), (8, False, None)):
         plan = flash_mla.get_mla_metadata(inputs.cache_seqlens, 16, 1, *more)
         assert all(same_bits(a, b) for a, b in zip(plan, expected, strict=True))
-    flash_mla.get_mla_metadata(inputs.cache_seqlens, 16, 1, is_fp8_kvcache=False)
+    by_name = flash_mla.get_mla_metadata(
+        cache_seqlens=inputs.cache_seqlens,
+        num_q_tokens_per_head_k=16,
+        num_heads_k=1,
+        num_heads_q=8,
+        is_fp8_kvcache=False,
+    )
+    assert all(same_bits(a, b) for a, b in zip(by_name, expected, strict=True))
+    with pytest.raises((TypeError, RuntimeError), match="num_heads_per_head_k"):
+        flash_mla.get_mla_metadata(inputs.cache_seqlens, num_heads_k=1)
     for name, value in (("is_fp8_kvcache", True), ("topk", 64)):
         with pytest.raises(NotImplementedError, match=name):
             flash_mla.get_mla_metadata(inputs.cache_seqlens, 16, 1, num_heads_q=8, **{name: value})
