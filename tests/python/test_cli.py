@@ -276,9 +276,11 @@ def test_info_says_why_each_kernel_is_or_is_not_chosen():
     others = {name: verdict for name, verdict in verdicts.items() if name.endswith("x2_fp16")}
     assert all("needs AVX2" in verdict for verdict in others.values())
     assert facts["devices"][0]["verdict"] == "supported"
-    table = run("info", COLUMNS="")  # into a pipe: a line a kernel, not folded
+    # Into a pipe: a line a kernel, not folded, coloured or not.
+    table = run("info", COLUMNS="", FORCE_COLOR="1")
     assert table.returncode == 0
-    lines = table.stdout.split("kernels, best first")[1].splitlines()[2:]
+    plain = re.sub(r"\x1b\[[0-9;]*m", "", table.stdout)
+    lines = plain.split("kernels, best first")[1].splitlines()[2:]
     assert [line.split()[0] for line in lines] == list(verdicts)
     assert "chosen" in table.stdout
 
@@ -298,6 +300,11 @@ def test_wrong_arguments_and_environment_end_in_a_message(refusal, monkeypatch):
     assert run("info", "--no-such-option").returncode == 2
     assert run("no-such-command").returncode == 2
     assert run("--help").returncode == 0
+
+
+def test_says_its_version():
+    assert run("--version").stdout == f"{flashmla.__version__}\n"
+    assert run("info", "--version").returncode == 2
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no device that is full")
@@ -357,9 +364,9 @@ def test_bench_holds_both_sides_to_the_cap_of_the_environment(monkeypatch, capsy
         (["--only", "nothing"], "no workload contains 'nothing'"),
         (["--threads", 0], "--threads is 0; it must be at least 1"),
         (["--dtype", "int8"], "--dtype is int8"),
-        (["--memory", "nan"], "--memory is nan; a cache needs at least"),
-        (["--memory", "inf"], "--memory is inf; a cache needs at least"),
-        (["--memory", "1e300"], "--memory is 1e+300; a cache needs at least 0.0001 GB, and a row"),
+        (["--memory", "nan"], "--memory is nan; a cache needs 0.0001 to 2474 GB"),
+        (["--memory", "inf"], "--memory is inf; a cache needs 0.0001 to 2474 GB"),
+        (["--memory", "1e300"], "--memory is 1e+300; a cache needs 0.0001 to 2474 GB"),
     ],
 )
 def test_bench_refuses(refusal, options, message):

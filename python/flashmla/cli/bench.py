@@ -216,9 +216,7 @@ def _memory(gigabytes: float) -> None:
     most = (2**31 - 1) // page * block_bytes / 1e9  # what one row can be of
     blocks = int(gigabytes * 1e9) // block_bytes if 0 <= gigabytes <= most else 0
     if blocks < 1:
-        raise Failure(
-            f"--memory is {gigabytes}; a cache needs at least 0.0001 GB, and a row takes {most:.0f}"
-        )
+        raise Failure(f"--memory is {gigabytes}; a cache needs 0.0001 to {most:.0f} GB")
     try:
         cache = torch.empty(blocks, page, 1, head_dim, dtype=torch.bfloat16)
     except RuntimeError as error:

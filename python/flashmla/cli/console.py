@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 
 from rich.console import Console
 from rich.markup import escape
@@ -12,7 +13,7 @@ import flashmla
 from flashmla import _library
 
 console = Console(highlight=False)
-if not console.is_terminal and not os.environ.get("COLUMNS"):
+if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
     console.width = 250  # a pipe or a file has no width to fold or cut a table for
 errors = Console(stderr=True)
 
