@@ -161,7 +161,8 @@ def flash_mla_with_kvcache(
         softmax_lse = q.new_empty(lse_shape, dtype=torch.float32)
     torch.ops.flashmla.decode_out(*shared, visible_lens, -1, out, softmax_lse)
     if not torch.compiler.is_compiling():
-        # Who saved one of them for a backward pass must learn of it; compiled code sees to that.
+        # Who saved one of them for a backward pass must learn of it. In compiled code AOTAutograd
+        # sees to that.
         increment_version((out, softmax_lse))
     return out, softmax_lse
 

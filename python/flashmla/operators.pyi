@@ -33,7 +33,7 @@ def decode(
     kernel_index: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-# Does not count as a change of out and softmax_lse to autograd, as flash_mla_with_kvcache does.
+# Autograd does not learn that out and softmax_lse change, unlike in flash_mla_with_kvcache.
 def decode_out(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -496,8 +496,8 @@ class ManyMerger {
   static constexpr int kPartsInFlight = 2;
   using Sum = Merged<kChunks * kLaneColumns>;
 
-  // Of a multiprocessor's two blocks neither is to have all of its items: if those are fewer than
-  // the warps, other multiprocessors have none. A lone block's warps share what L1 has of a row.
+  // Query rows are dealt to blocks in turn, so that few of them reach every multiprocessor. Where
+  // results appear while the attention runs, neighbours go to one block, whose warps share L1.
   static __device__ std::uint32_t first_item() {
     return Results::kAppear ? blockIdx.x * kWarps + threadIdx.x / 32
                             : threadIdx.x / 32 * gridDim.x + blockIdx.x;
