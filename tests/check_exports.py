@@ -12,19 +12,33 @@ import re
 import subprocess
 import sys
 
-# What linkers define in every library, and the standard library's templates: the same code in all.
-EXPECTED = re.compile(r"(flashmla_\w+|_init|_fini|_edata|_end|__bss_start|(void )?std::.*)")
+# Symbols as linkers know them. Demangled, some functions begin with their result, which any type
+# may be.
+EXPECTED = re.compile(
+    r"flashmla_\w+"
+    r"|_init|_fini|_edata|_end|__bss_start"  # what linkers define in every library
+    r"|_Zn[wa][jm]Pv|_Zd[la]PvS_"  # new and delete in place
+    # The standard library's templates, the same code in all, with their type information, static
+    # variables and guards: std, as `St` or short for one of its types, and __gnu_cxx.
+    r"|_Z(GV|GR|T[VTIS])?Z*(N[rVK]*[RO]?)?(S[tabsiod]|9__gnu_cxx)\w*"
+)
+
+
+def names_of(library: str, nm: str, *options: str) -> list[str]:
+    """Exported names, in the order of the symbol table."""
+    command = [nm, "-D", "--no-sort", "--defined-only", *options, library]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [line.split(maxsplit=2)[2] for line in lines]
 
 
 def others(library: str, nm: str = "nm") -> list[str]:
-    """Exported names that are not of the C interface."""
-    lines = subprocess.run(
-        [nm, "-DC", "--defined-only", library], capture_output=True, text=True, check=True
-    ).stdout.splitlines()
-    names = {line.split(maxsplit=2)[2] for line in lines}
+    """Exported names that are not of the C interface, demangled."""
+    names = names_of(library, nm)
     if "flashmla_decode" not in names:
         return [f"{library} does not export flashmla_decode"]
-    return sorted(name for name in names if not EXPECTED.fullmatch(name))
+    readable = names_of(library, nm, "--demangle")
+    pairs = zip(names, readable, strict=True)
+    return sorted({shown for name, shown in pairs if not EXPECTED.fullmatch(name)})
 
 
 def main(arguments: list[str]) -> int:
