@@ -80,6 +80,20 @@ constexpr const char* kValues = "bfloat16, float16 or float32";
 constexpr const char* kInts = "int32";  // lengths, block ids and plans
 constexpr const char* kLogSums = "float32";
 
+// Of a tensor that must be of q's dtype. No text is put together here: most calls need none.
+const char* values_like_q(const flashmla_tensor& q) {
+  switch (q.dtype) {
+    case FLASHMLA_BFLOAT16:
+      return "that of q, bfloat16";
+    case FLASHMLA_FLOAT16:
+      return "that of q, float16";
+    case FLASHMLA_FLOAT32:
+      return "that of q, float32";
+    default:
+      return kValues;  // q is refused as well
+  }
+}
+
 int32_t to_dtype(const char* name, int32_t torch_dtype, const char* accepted) {
   const TorchDtypes& known = torch_dtypes();
   if (torch_dtype == known.bfloat16) return FLASHMLA_BFLOAT16;
@@ -242,7 +256,7 @@ void decode_into(const DecodeArguments& given, const Tensor& out, const Tensor& 
   args.device_index = device.index();
   args.stream = current_stream(device);
   args.q = device.view("q", given.q, kValues);
-  args.k_cache = device.view("k_cache", given.k_cache, kValues);
+  args.k_cache = device.view("k_cache", given.k_cache, values_like_q(args.q));
   args.block_table = device.view("block_table", given.block_table, kInts);
   args.cache_seqlens = device.view("cache_seqlens", given.cache_seqlens, kInts);
   if (given.visible_lens) {
@@ -251,7 +265,7 @@ void decode_into(const DecodeArguments& given, const Tensor& out, const Tensor& 
   args.tile_scheduler_metadata =
       device.view("tile_scheduler_metadata", given.tile_scheduler_metadata, kInts);
   args.num_splits = device.view("num_splits", given.num_splits, kInts);
-  args.out = device.view("out", out, kValues);
+  args.out = device.view("out", out, values_like_q(args.q));
   args.softmax_lse = device.view("softmax_lse", softmax_lse, kLogSums);
   args.head_dim_v = given.head_dim_v;
   args.has_softmax_scale = given.softmax_scale.has_value();

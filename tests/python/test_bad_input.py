@@ -128,6 +128,25 @@ BAD = [
         "k_cache requires gradients",
     ),
     ({"k_cache": torch.zeros(5, 64, 1, 576).half()}, "k_cache has dtype float16; .*bfloat16"),
+    (
+        {"k_cache": torch.zeros(5, 64, 1, 576).double()},
+        "k_cache has dtype Double; it must be that of q, bfloat16$",
+    ),
+    (
+        {
+            "q": torch.zeros(2, 2, 4, 576).half(),
+            "k_cache": torch.zeros(5, 64, 1, 576, dtype=torch.uint8),
+        },
+        "k_cache has dtype Byte; it must be that of q, float16$",
+    ),
+    (
+        {"q": torch.zeros(2, 2, 4, 576), "k_cache": torch.zeros(5, 64, 1, 576).double()},
+        "k_cache has dtype Double; it must be that of q, float32$",
+    ),
+    (
+        {"out": torch.full((2, 2, 4, 512), 5.0).double()},
+        "out has dtype Double; it must be that of q, bfloat16$",
+    ),
     ({"cache_seqlens": torch.tensor([150, 20])}, "cache_seqlens has dtype Long; it must be int32"),
     (
         {"visible_lens": torch.ones(2, 2, dtype=torch.int64), "causal": False},
