@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+from check_texts import mistakes
 from mutations import MUTATIONS, Mutation
 
 ROOT = Path(__file__).parents[2]
@@ -57,13 +58,6 @@ def run_tests(build: Path, pattern: str) -> tuple[bool, bool]:
     return status == 0, any("***Skipped" not in result for result in results)
 
 
-def check_text(mutation: Mutation, source: Path) -> None:
-    """Ends the run unless the text stands in the file exactly once."""
-    count = (source / "src" / mutation.file).read_text(encoding="utf-8").count(mutation.old)
-    if count != 1:
-        raise SystemExit(f"{mutation.file} has {count} times: {mutation.old}")
-
-
 def plant(mutation: Mutation, source: Path) -> None:
     """Changes the text."""
     path = source / "src" / mutation.file
@@ -76,8 +70,8 @@ def main(folder: str, word: str = "") -> int:
     source, build = Path(folder) / "source", Path(folder) / "build"
     chosen = [m for m in MUTATIONS if word in m.file or word in m.old]
     prepare(source, build)
-    for mutation in MUTATIONS:
-        check_text(mutation, source)
+    if found := mistakes(source, MUTATIONS):
+        raise SystemExit("\n".join(found))
     compile_tests(build)
     skipped = set()
     for pattern in sorted({mutation.tests for mutation in chosen}):
