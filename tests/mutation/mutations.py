@@ -378,6 +378,12 @@ MUTATIONS = [
         AMX,
     ),
     Mutation(
+        "backends/cpu/amx/layout.hpp",
+        "Shape::kInterleavedValues ? kTileRows : 1;",
+        "kTileRows;",
+        AMX,
+    ),
+    Mutation(
         "backends/cpu/amx/interleave.hpp",
         "column_bytes_ + piece % 2 * (2 * kPairs) * stride;",
         "column_bytes_ + piece % 2 * kPairs * stride;",

@@ -17,18 +17,13 @@ constexpr std::int64_t round_up(std::int64_t n, std::int64_t multiple) {
   return (n + multiple - 1) / multiple * multiple;
 }
 
-// Query rows of a key/value head in a fragment's partial results.
-std::int64_t partial_rows(const Problem& problem, const DecodeKernel& kernel) {
-  return round_up(problem.query_rows(), kernel.row_tile);
-}
-
 // Groups are as large as the kernel takes, since each reads the cache once more, but where a plan
 // has too few rows to keep the threads busy they are cut smaller, down to what fills a tile. Where
 // every walk is but a share of a row, so that parts have the same queries, groups are of 128 rows
 // at most: a thread takes the same one of each part, and finds its queries and scratch in its cache
 // (docs/performance/cpu.md). All but the last are of whole tiles.
-WorkItems work_items(const Problem& problem, const DecodeKernel& kernel, std::int64_t num_row_walks,
-                     bool only_shares, std::int32_t num_threads) {
+WorkItems work_items(const Problem& problem, const DecodeKernel& kernel, std::int32_t row_tile,
+                     std::int64_t num_row_walks, bool only_shares, std::int32_t num_threads) {
   constexpr std::int32_t kLeastRows = 16;
   constexpr std::int32_t kMostRowsOfShares = 128;
   const std::int32_t rows = problem.query_rows();
@@ -40,8 +35,7 @@ WorkItems work_items(const Problem& problem, const DecodeKernel& kernel, std::in
   const std::int32_t groups = std::max(
       (rows - 1) / most_rows + 1,
       static_cast<std::int32_t>(std::min<std::int64_t>(threads_each, (rows - 1) / kLeastRows + 1)));
-  const auto rows_each =
-      static_cast<std::int32_t>(round_up((rows - 1) / groups + 1, kernel.row_tile));
+  const auto rows_each = static_cast<std::int32_t>(round_up((rows - 1) / groups + 1, row_tile));
   return {problem.num_parts, problem.num_heads_k, (rows - 1) / rows_each + 1, rows_each};
 }
 
@@ -54,6 +48,7 @@ class ItemWalk {
         kernel_(kernel),
         schedule_(schedule),
         items_(layout.items),
+        partial_rows_(layout.partial_rows),
         partial_outs_(reinterpret_cast<float*>(workspace + layout.partial_outs)),
         partial_lses_(reinterpret_cast<float*>(workspace + layout.partial_lses)) {}
 
@@ -103,8 +98,7 @@ class ItemWalk {
       task.token_end = static_cast<std::int32_t>(
           std::min<std::int64_t>(length, std::int64_t{share.block_end} * kBlockTokens));
       const std::int64_t first_row =
-          (std::int64_t{fragment} * problem_.num_heads_k + task.kv_head) *
-              partial_rows(problem_, kernel_) +
+          (std::int64_t{fragment} * problem_.num_heads_k + task.kv_head) * partial_rows_ +
           task.query_row_begin;
       task.partial_out = partial_outs_ + first_row * problem_.head_dim_v;
       task.partial_lse = partial_lses_ + first_row;
@@ -122,6 +116,7 @@ class ItemWalk {
   const DecodeKernel& kernel_;
   const schedule::Schedule& schedule_;
   WorkItems items_;
+  std::int64_t partial_rows_;
   float* partial_outs_;
   float* partial_lses_;
 };
@@ -199,12 +194,14 @@ Result<WorkspaceLayout> lay_out_workspace(const Problem& problem, const DecodeKe
   // More than there are threads make no difference, nor an overflow.
   const std::int64_t row_walks = std::min<std::int64_t>(extent.num_row_walks, num_threads);
   const bool only_shares = extent.num_fragments == extent.num_row_walks;
-  layout.items = work_items(problem, kernel, row_walks, only_shares, num_threads);
+  layout.row_tile = kernel.row_tile(problem);
+  layout.partial_rows = round_up(problem.query_rows(), layout.row_tile);
+  layout.items = work_items(problem, kernel, layout.row_tile, row_walks, only_shares, num_threads);
   layout.num_workers = static_cast<std::int32_t>(
       std::min<std::int64_t>(num_threads, row_walks * layout.items.per_part()));
   const auto fragments = static_cast<std::size_t>(layout.num_fragments);
-  const std::size_t rows = static_cast<std::size_t>(problem.num_heads_k) *
-                           static_cast<std::size_t>(partial_rows(problem, kernel));
+  const std::size_t rows =
+      static_cast<std::size_t>(problem.num_heads_k) * static_cast<std::size_t>(layout.partial_rows);
   std::size_t partials = 0;
   const bool too_many = __builtin_mul_overflow(fragments, rows, &partials);
 
@@ -254,17 +251,16 @@ void combine(const Problem& problem, const DecodeKernel& kernel, const schedule:
   const float* outs = reinterpret_cast<const float*>(workspace + layout.partial_outs);
   float* lses = reinterpret_cast<float*>(workspace + layout.partial_lses);
   const std::int64_t rows = std::int64_t{problem.num_heads_k} * problem.query_rows();
-  const std::int64_t rows_each = partial_rows(problem, kernel);  // of a key/value head
-  const std::int64_t stride = problem.num_heads_k * rows_each;   // of fragments
+  const std::int64_t stride = problem.num_heads_k * layout.partial_rows;  // of fragments
 
   // Query rows [begin, end) of a tile of a key/value head, of the batch row whose fragments are
   // [first, first + count).
   const auto merge_rows = [&](std::size_t first, std::int64_t count, std::int32_t kv_head,
                               std::int32_t begin, std::int32_t end) {
     const std::int32_t row = fragments[first].row;
-    const std::int32_t tile_row = begin % kernel.row_tile;
+    const std::int32_t tile_row = begin % layout.row_tile;
     const std::int64_t base =
-        static_cast<std::int64_t>(first) * stride + kv_head * rows_each + begin;
+        static_cast<std::int64_t>(first) * stride + kv_head * layout.partial_rows + begin;
     float* weights = lses + base;
     void* results[kMostTileRows];
     for (std::int32_t i = 0; i < end - begin; ++i) {
@@ -294,7 +290,7 @@ void combine(const Problem& problem, const DecodeKernel& kernel, const schedule:
       for (std::int64_t r = begin; r < end;) {
         const auto head_row = static_cast<std::int32_t>(r % problem.query_rows());
         const std::int64_t tile_end = std::min<std::int64_t>(
-            round_up(head_row + std::int64_t{1}, kernel.row_tile), problem.query_rows());
+            round_up(head_row + std::int64_t{1}, layout.row_tile), problem.query_rows());
         const auto num_rows = static_cast<std::int32_t>(std::min(tile_end - head_row, end - r));
         merge_rows(first, count, static_cast<std::int32_t>(r / problem.query_rows()), head_row,
                    head_row + num_rows);

@@ -28,11 +28,12 @@ struct WorkItems {
 struct WorkspaceLayout {
   std::int64_t num_fragments = 0;
   WorkItems items;
-  std::int32_t num_workers = 0;  // threads that find work
-  std::size_t schedule = 0;      // what resolve() fills
-  std::size_t next_rows = 0;     // int32 (items.count()): rows of each item that are begun
-  // float (num_fragments, num_heads_k, rows, head_dim_v) and without head_dim_v, the rows being
-  // query rows in whole tiles of DecodeKernel::row_tile.
+  std::int32_t num_workers = 0;   // threads that find work
+  std::size_t schedule = 0;       // what resolve() fills
+  std::size_t next_rows = 0;      // int32 (items.count()): rows of each item that are begun
+  std::int32_t row_tile = 0;      // DecodeKernel::row_tile
+  std::int64_t partial_rows = 0;  // query rows of a key/value head, in whole row tiles
+  // float (num_fragments, num_heads_k, partial_rows, head_dim_v) and without head_dim_v.
   std::size_t partial_outs = 0;
   std::size_t partial_lses = 0;
   std::size_t scratch = 0;  // num_workers areas of scratch_stride bytes

@@ -9,6 +9,7 @@
 
 namespace flashmla::cpu {
 
+// Query rows of a row tile at most: see DecodeKernel::row_tile.
 inline constexpr std::int32_t kMostTileRows = 16;
 
 // Attention of some query rows of one (batch row, key/value head) over a range of its tokens.
@@ -58,7 +59,9 @@ struct Partials {
 // Name, instruction set and dtype of a kernel stand in its row of kernels.inc.
 struct DecodeKernel {
   std::int32_t max_query_rows;  // of a task, a multiple of row_tile
-  std::int32_t row_tile;        // at most kMostTileRows: see Task::partial_out
+  // Query rows that are a row tile of partial results (Task::partial_out): at most
+  // kMostTileRows. A tile takes the room of all its rows: 1 where they are few.
+  std::int32_t (*row_tile)(const Problem& problem);
   std::size_t (*scratch_bytes)(const Problem& problem);
   void (*decode)(const Problem& problem, const Task& task, std::byte* scratch);
   // outs[row - row_begin] = sum of weight * partial result, head_dim_v elements in the problem's

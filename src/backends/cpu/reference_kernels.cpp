@@ -71,11 +71,17 @@ void merge(const Problem& problem, const Partials& partials, void* const* outs) 
 
 constexpr std::int32_t kMaxQueryRows = 64;
 
+std::int32_t row_tile(const Problem&) {
+  return 1;
+}
+
 }  // namespace
 
-const DecodeKernel kReferenceBf16{kMaxQueryRows, 1, scratch_bytes, decode<BFloat16>,
+const DecodeKernel kReferenceBf16{kMaxQueryRows, row_tile, scratch_bytes, decode<BFloat16>,
                                   merge<BFloat16>};
-const DecodeKernel kReferenceFp16{kMaxQueryRows, 1, scratch_bytes, decode<Float16>, merge<Float16>};
-const DecodeKernel kReferenceFp32{kMaxQueryRows, 1, scratch_bytes, decode<float>, merge<float>};
+const DecodeKernel kReferenceFp16{kMaxQueryRows, row_tile, scratch_bytes, decode<Float16>,
+                                  merge<Float16>};
+const DecodeKernel kReferenceFp32{kMaxQueryRows, row_tile, scratch_bytes, decode<float>,
+                                  merge<float>};
 
 }  // namespace flashmla::cpu

@@ -420,6 +420,42 @@ TEST_F(Amx, ManyThreads) {
   }
 }
 
+// The bytes that a plan of a row a block at a time adds to those of the row in two halves.
+std::size_t bytes_of_more_parts(DecodeCase& decode_case, const std::string& kernel) {
+  const std::int32_t blocks = decode_case.shape.lengths[0] / 64;
+  const auto bytes_of_plan = [&](std::int32_t num_parts) {
+    std::vector<std::vector<std::int32_t>> parts;
+    for (std::int32_t part = 0; part < num_parts; ++part) {
+      parts.push_back({0, blocks * part / num_parts, 0, blocks * (part + 1) / num_parts});
+    }
+    decode_case.plan_by_hand(parts);
+    flashmla_decode_args args = decode_case.args();
+    args.kernel = kernel.c_str();
+    std::size_t bytes = 0;
+    EXPECT_EQ(flashmla_decode_workspace_size(&args, 1, &bytes), FLASHMLA_OK);
+    return bytes;
+  };
+  return bytes_of_plan(blocks) - bytes_of_plan(2);
+}
+
+TEST_F(Amx, PartialResultsOfFewRowsTakeNoMoreRoomThanElsewhere) {
+  for (const std::int64_t rows : {1, 3, 8, 9, 16}) {
+    DecodeShape shape;
+    shape.lengths = {32 * 64};
+    shape.num_heads_k = 8;
+    shape.num_heads_q = 8 * rows;
+    shape.head_dim = 192;
+    shape.head_dim_v = 128;
+    DecodeCase decode_case(shape, zero_q);
+    const std::size_t bytes = bytes_of_more_parts(decode_case, kKernel);
+    for (const Kernel& kernel : usable_kernels()) {
+      if (kernel.dtype != DType::kBFloat16) continue;
+      EXPECT_LE(bytes, bytes_of_more_parts(decode_case, kernel.name))
+          << rows << " query rows, " << kernel.name;
+    }
+  }
+}
+
 TEST_F(Amx, RandomCalls) {
   std::mt19937 random(24);
   const auto pick = [&](auto... choices) {

@@ -745,6 +745,10 @@ class Decode {
   Block<Shape> blocks_[Shape::kBlocksInFlight];
 };
 
+std::int32_t row_tile(const Problem& problem) {
+  return visit_shape(problem, [](auto shape) { return PartialLayout<decltype(shape)>::kRowTile; });
+}
+
 std::size_t scratch_bytes(const Problem& problem) {
   return visit_shape(
       problem, [&](auto shape) { return Scratch<decltype(shape)>(problem, nullptr).bytes(); });
@@ -790,7 +794,7 @@ void merge(const Problem& problem, const Partials& partials, void* const* outs) 
 }  // namespace
 }  // namespace amx
 
-const DecodeKernel kAmxBf16 = {amx::kMaxQueryRows, amx::kTileRows, amx::scratch_bytes, amx::decode,
+const DecodeKernel kAmxBf16 = {amx::kMaxQueryRows, amx::row_tile, amx::scratch_bytes, amx::decode,
                                amx::merge};
 
 }  // namespace flashmla::cpu

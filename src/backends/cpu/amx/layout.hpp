@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "backends/cpu/amx/tile.hpp"
+#include "backends/cpu/kernel.hpp"
 #include "problem/problem.hpp"
 
 namespace flashmla::cpu::amx {
@@ -86,6 +87,8 @@ decltype(auto) visit_shape(const Problem& problem, const Visit& visit) {
 // has them in tiles, for which O is made there; a copy is better off with rows in order.
 template <class Shape>
 struct PartialLayout {
+  // DecodeKernel::row_tile.
+  static constexpr std::int32_t kRowTile = Shape::kInterleavedValues ? kTileRows : 1;
   static constexpr std::int64_t kNextColumns =
       Shape::kInterleavedValues ? kTileRows * kTileFloats : kTileFloats;
 

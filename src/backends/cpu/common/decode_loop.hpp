@@ -79,6 +79,8 @@ class DecodeLoop {
  public:
   static constexpr std::int32_t kMaxQueryRows = 128;
 
+  static std::int32_t row_tile(const Problem&) { return 1; }
+
   static std::size_t scratch_bytes(const Problem& problem) {
     return Scratch(problem, nullptr).end * sizeof(float) + 2 * kBlockTokens * sizeof(Element*);
   }
@@ -610,7 +612,8 @@ class DecodeLoop {
 template <class V, class Element>
 constexpr DecodeKernel decode_loop_kernel() {
   using Loop = DecodeLoop<V, Element>;
-  return {Loop::kMaxQueryRows, 1, Loop::scratch_bytes, Loop::decode, merge_partials<V, Element>};
+  return {Loop::kMaxQueryRows, Loop::row_tile, Loop::scratch_bytes, Loop::decode,
+          merge_partials<V, Element>};
 }
 
 }  // namespace flashmla::cpu
