@@ -26,6 +26,7 @@ WorkItems work_items(const Problem& problem, const DecodeKernel& kernel, std::in
                      std::int64_t num_row_walks, bool only_shares, std::int32_t num_threads) {
   constexpr std::int32_t kLeastRows = 16;
   constexpr std::int32_t kMostRowsOfShares = 128;
+  static_assert(kMostRowsOfShares % kMostTileRows == 0);
   const std::int32_t rows = problem.query_rows();
   const std::int32_t most_rows =
       only_shares ? std::min(kMostRowsOfShares, kernel.max_query_rows) : kernel.max_query_rows;
@@ -64,7 +65,7 @@ class ItemWalk {
         std::min(problem_.query_rows(), task.query_row_begin + items_.rows_per_group);
     const auto part = static_cast<std::int32_t>(item / items_.num_row_groups / items_.num_kv_heads);
     const schedule::Walk& walk = schedule_.walks[static_cast<std::size_t>(part)];
-    if (walk.begin_row < 0 || task.query_row_begin >= task.query_row_end) return;
+    if (walk.begin_row < 0) return;
     const std::int32_t rows = walk.end_row - walk.begin_row + 1;
     while (next_row.load(std::memory_order_relaxed) < rows) {
       const std::int32_t index = next_row.fetch_add(1, std::memory_order_relaxed);

@@ -58,8 +58,8 @@ struct Partials {
 //    scratch_bytes(problem) long, and holds garbage at entry.
 // Name, instruction set and dtype of a kernel stand in its row of kernels.inc.
 struct DecodeKernel {
-  std::int32_t max_query_rows;  // of a task, a multiple of row_tile
-  // Query rows that are a row tile of partial results (Task::partial_out): at most
+  std::int32_t max_query_rows;  // of a task, a multiple of kMostTileRows
+  // Query rows that are a row tile of partial results (Task::partial_out): a divisor of
   // kMostTileRows. A tile takes the room of all its rows: 1 where they are few.
   std::int32_t (*row_tile)(const Problem& problem);
   std::size_t (*scratch_bytes)(const Problem& problem);

@@ -70,6 +70,7 @@ void merge(const Problem& problem, const Partials& partials, void* const* outs) 
 }
 
 constexpr std::int32_t kMaxQueryRows = 64;
+static_assert(kMaxQueryRows % kMostTileRows == 0);
 
 std::int32_t row_tile(const Problem&) {
   return 1;

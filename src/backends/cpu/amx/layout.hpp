@@ -17,6 +17,7 @@ namespace {
 // Query rows of a task. They share the interleave of V and each other's reads of the cache; O of
 // more rows would not stay in the second-level cache beside two blocks of tokens.
 inline constexpr std::int32_t kMaxQueryRows = 256;
+static_assert(kMaxQueryRows % kMostTileRows == 0);
 
 // Ways to walk the cache. Which one a problem takes depends on its query rows alone, never on
 // those of a task, so that a row's bits do not depend on which rows share its task.
@@ -89,6 +90,7 @@ template <class Shape>
 struct PartialLayout {
   // DecodeKernel::row_tile.
   static constexpr std::int32_t kRowTile = Shape::kInterleavedValues ? kTileRows : 1;
+  static_assert(kMostTileRows % kRowTile == 0);
   static constexpr std::int64_t kNextColumns =
       Shape::kInterleavedValues ? kTileRows * kTileFloats : kTileFloats;
 

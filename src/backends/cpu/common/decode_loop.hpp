@@ -78,6 +78,7 @@ template <class V, class Element>
 class DecodeLoop {
  public:
   static constexpr std::int32_t kMaxQueryRows = 128;
+  static_assert(kMaxQueryRows % kMostTileRows == 0);
 
   static std::int32_t row_tile(const Problem&) { return 1; }
 
