@@ -159,7 +159,8 @@ class Scratch {
   // [{p, 0} or {0, p}][row][token][2] bf16.
   std::byte* weights[Shape::kBlocksInFlight];
   // O: [row tile][head_dim_v / 16][row][16 columns] float. Pairs of column tiles share 32 columns,
-  // in the order that the shape's value tiles give.
+  // in the order that the shape's value tiles give. Of ManyRows it may be Task::partial_out: it
+  // then outlives the task, and ends divided by the sum and with its columns in order.
   float* outputs;
   // A copy of `outputs`, for those blocks too.
   float* outputs_aside;
