@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from inputs import (
     attend,
     attend_into,
+    call,
     device_of,
     formula_inputs,
     formula_k,
@@ -312,18 +313,7 @@ def test_preallocated_results_are_what_is_returned():
     plan = library_plan(inputs)
     expected = attend(inputs, plan)
     out, lse = torch.empty_like(expected[0]), torch.empty_like(expected[1])
-    returned = flashmla.flash_mla_with_kvcache(
-        inputs.q,
-        inputs.k_cache,
-        inputs.block_table,
-        inputs.cache_seqlens,
-        512,
-        *plan,
-        0.25,
-        True,
-        out=out,
-        softmax_lse=lse,
-    )
+    returned = call(inputs, plan, out=out, softmax_lse=lse)
     assert returned[0] is out
     assert returned[1] is lse
     assert same_bits(out, expected[0])
@@ -443,16 +433,7 @@ def test_a_result_that_a_backward_pass_needs_is_not_overwritten_in_silence(name,
     expected = dict(zip(("out", "softmax_lse"), attend(inputs, plan), strict=True))
     saved = torch.ones_like(expected[name])
     product = (saved * torch.ones_like(saved, requires_grad=True)).sum()
-    flashmla.flash_mla_with_kvcache(
-        inputs.q,
-        inputs.k_cache,
-        inputs.block_table,
-        inputs.cache_seqlens,
-        512,
-        *plan,
-        0.25,
-        **{name: saved[:] if is_view else saved},
-    )
+    call(inputs, plan, **{name: saved[:] if is_view else saved})
     assert same_bits(saved, expected[name])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()

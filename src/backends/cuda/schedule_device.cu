@@ -230,8 +230,7 @@ class SmallPlanner {
     std::int32_t before = exclusive_sum_of_warp<32>(splits, &of_warp);
     if (lane == 0) shared_.warp_splits[warp] = of_warp;
     ptx::named_barrier_sync(kRowThreads, kThreads);
-    std::int32_t all;
-    before += sum_of_warps_before<kWarps>(shared_.warp_splits, &all);
+    before += sum_of_warps_before<kWarps>(shared_.warp_splits);
     if (threadIdx.x == 0) problem_.num_splits[0] = 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i) {
