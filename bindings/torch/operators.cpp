@@ -1,8 +1,8 @@
 // The PyTorch operators: tensors to the C ABI and back, schemas, registration. No logic of
 // attention.
 //
-// A kernel here is registered for CPU; the C ABI takes the device from the tensors, so a GPU
-// backend registers the same functions under its own key.
+// The C ABI takes the device from the tensors, so the same functions are registered for CPU and for
+// CUDA.
 #include <dlfcn.h>
 #include <torch/csrc/inductor/aoti_torch/c/shim.h>
 #include <torch/csrc/stable/library.h>

@@ -200,7 +200,7 @@ FLASHMLA_HD constexpr std::int32_t split_of_part(std::int32_t part, Units offset
 }
 
 // Writes the plan of the contract: plan_rows (num_parts, kPlanRowFields) and num_splits
-// (batch + 1), both contiguous. One pass over the rows, no memory of its own. num_parts >= 1.
+// (batch + 1), both contiguous. Two passes over the rows, no memory of its own. num_parts >= 1.
 void plan_on_host(const PlanProblem& problem, const PlanModel& model);
 
 }  // namespace flashmla::schedule

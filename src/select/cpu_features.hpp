@@ -9,7 +9,8 @@
 
 namespace flashmla {
 
-// A set of features; the bits name what kernels ask for, not every CPUID flag.
+// A set of features: what kernels ask for, and of the flags beside those what tells processors
+// apart in `flashmla info`. Not every CPUID flag.
 using CpuFeatures = std::uint32_t;
 
 namespace cpu_feature {
@@ -36,7 +37,7 @@ Result<CpuFeatures> cap_cpu_features(CpuFeatures features, std::string_view cap)
 // The two together, with the cap read from the environment variable FLASHMLA_ISA at each call.
 Result<CpuFeatures> usable_cpu_features();
 
-// "AVX2, AVX512, ..." for messages; "none" for the empty set.
+// "AVX2 AVX512 ...", in the order of the bits; "none" for the empty set.
 std::string describe_cpu_features(CpuFeatures features);
 
 }  // namespace flashmla

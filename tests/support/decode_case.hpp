@@ -39,7 +39,7 @@ using QueryValue = std::function<double(std::int64_t row, std::int64_t t, std::i
 using TokenValue = std::function<double(std::int64_t row, std::int64_t token, std::int64_t kv_head,
                                         std::int64_t channel)>;
 
-// The formulas of the bug-report cases: exact in bf16 and fp16.
+// Fixed values, exact in bf16 and fp16. Numbers that tests expect are evaluations of these.
 inline double fixed_q(std::int64_t i, std::int64_t t, std::int64_t h, std::int64_t c) {
   return static_cast<double>((5 * i + 7 * t + 13 * h + 3 * c) % 127 - 63) / 64;
 }

@@ -575,8 +575,8 @@ class Decode {
     copy_outputs(scratch_.outputs_aside, scratch_.outputs, 0, rows_);
   }
 
-  // Values of the block of which tokens from `visible` on are zero: in `scratch_.values`, as
-  // accumulate_values() reads them.
+  // Values of the block of which tokens from `visible` on are zero, as accumulate_values() reads
+  // them: tiles that hold such a token in Scratch::gathered_values, the others where they lie.
   void copy_visible_values(const Block<Shape>& block, std::int32_t visible, TileView* values) {
     const std::int64_t stride = std::int64_t{problem_.head_dim} * 2;
     for (std::int32_t tile = 0; tile < kBlockTiles; ++tile) {

@@ -12,7 +12,8 @@
 
 namespace flashmla::cpu {
 
-// V: kLanes, Float, load, store, broadcast, fma, store_pair. A row tile is one row, in order.
+// V: kLanes, Float, load, store, broadcast, fma, minimum, maximum, store_pair. A row tile is one
+// row, in order.
 template <class V, class Element>
 void merge_partials(const Problem& problem, const Partials& partials, void* const* outs) {
   // Every head_dim_v is a multiple of 64.
