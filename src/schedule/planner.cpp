@@ -3,6 +3,7 @@
 #include <algorithm>
 
 namespace flashmla::schedule {
+
 void plan_on_host(const PlanProblem& problem, const PlanModel& model) {
   const std::int32_t row_start_units = model.row_start_units;
   const auto blocks_of = [&](std::int32_t row) {
@@ -37,7 +38,7 @@ void plan_on_host(const PlanProblem& problem, const PlanModel& model) {
   std::int32_t splits_before = 0;
   for (std::int32_t row = 0; row < problem.batch; ++row) {
     const std::int32_t blocks = blocks_of(row);
-    const std::int64_t row_end = offset + row_cost(blocks_of(row), row_start_units);
+    const std::int64_t row_end = offset + row_cost(blocks, row_start_units);
     // The cuts in (offset, row_end]: those at the offset itself ended the row before.
     for (; part + 1 <= problem.num_parts && (part + 1) * payload <= row_end; ++part) {
       const std::int64_t inside = (part + 1) * payload - offset;

@@ -23,8 +23,6 @@ namespace {
 class ValueInterleave {
  public:
   static constexpr std::int32_t kUnitBytes = 2 * kTileBytes;
-  static constexpr std::int32_t kPanelBytes =
-      ManyRows::kBlockTokens / ManyRows::kUnitTokens * kUnitBytes;
   static constexpr std::int32_t kPiecesPerUnit = 4;
 
   // `panel`: null where nothing is interleaved.
