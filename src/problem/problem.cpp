@@ -53,24 +53,8 @@ Status check_floating(const Argument& argument, const Device& device) {
   return check_dtype(argument, {DType::kBFloat16, DType::kFloat16});
 }
 
-}  // namespace
-
-std::span<const HeadDims> supported_head_dims() {
-  return kHeadDims;
-}
-
-Status check_device(const Device& device) {
-  if (device.type == DeviceType::kCpu || device.type == DeviceType::kCuda) {
-    if (device.index >= 0) return {};
-    return Status::invalid_argument("device index is " + std::to_string(device.index) +
-                                    "; it must not be negative");
-  }
-  return Status::invalid_argument("device type is " +
-                                  std::to_string(static_cast<std::int32_t>(device.type)) +
-                                  "; it must be 0 (CPU) or 1 (CUDA)");
-}
-
-Result<Problem> validate(const DecodeRequest& request) {
+// All but the contents of the tensors.
+Status check(const DecodeRequest& request) {
   const Argument q{"q", request.q};
   const Argument k_cache{"k_cache", request.k_cache};
   const Argument block_table{"block_table", request.block_table};
@@ -168,23 +152,27 @@ Result<Problem> validate(const DecodeRequest& request) {
     return Status::invalid_argument("softmax_scale is " + std::string(text.data(), end) +
                                     "; it must be a finite float32");
   }
+  return {};
+}
 
+// Of a request that passed check().
+Problem problem_of(const DecodeRequest& request) {
   Problem problem;
   problem.device = request.device;
   problem.dtype = request.q.dtype;
   problem.kv_format = KvFormat::kDense;
-  problem.batch = static_cast<std::int32_t>(batch);
-  problem.seq_len_q = static_cast<std::int32_t>(seq_len_q);
-  problem.num_heads_q = static_cast<std::int32_t>(num_heads_q);
-  problem.num_heads_k = static_cast<std::int32_t>(num_heads_k);
-  problem.head_dim = static_cast<std::int32_t>(head_dim);
+  problem.batch = static_cast<std::int32_t>(request.q.shape[0]);
+  problem.seq_len_q = static_cast<std::int32_t>(request.q.shape[1]);
+  problem.num_heads_q = static_cast<std::int32_t>(request.q.shape[2]);
+  problem.num_heads_k = static_cast<std::int32_t>(request.k_cache.shape[2]);
+  problem.head_dim = static_cast<std::int32_t>(request.q.shape[3]);
   problem.head_dim_v = static_cast<std::int32_t>(request.head_dim_v);
-  problem.num_blocks = num_blocks;
-  problem.page_size = static_cast<std::int32_t>(page_size);
-  problem.max_pages_per_row = static_cast<std::int32_t>(max_pages);
+  problem.num_blocks = request.k_cache.shape[0];
+  problem.page_size = static_cast<std::int32_t>(request.k_cache.shape[1]);
+  problem.max_pages_per_row = static_cast<std::int32_t>(request.block_table.shape[1]);
   problem.softmax_scale = request.has_softmax_scale
                               ? request.softmax_scale
-                              : 1.0 / std::sqrt(static_cast<double>(head_dim));
+                              : 1.0 / std::sqrt(static_cast<double>(problem.head_dim));
   problem.causal = request.causal;
   problem.q = request.q.data;
   problem.q_batch_stride = request.q.strides[0];
@@ -206,9 +194,7 @@ Result<Problem> validate(const DecodeRequest& request) {
   }
   problem.plan_rows = static_cast<const std::int32_t*>(request.tile_scheduler_metadata.data);
   problem.plan_row_stride = request.tile_scheduler_metadata.strides[0];
-  problem.num_parts = static_cast<std::int32_t>(num_parts);
-  problem.num_splits = static_cast<const std::int32_t*>(request.num_splits.data);
-  problem.num_splits_stride = request.num_splits.strides[0];
+  problem.num_parts = static_cast<std::int32_t>(request.tile_scheduler_metadata.shape[0]);
   problem.out = request.out.data;
   problem.out_batch_stride = request.out.strides[0];
   problem.out_token_stride = request.out.strides[1];
@@ -217,7 +203,29 @@ Result<Problem> validate(const DecodeRequest& request) {
   problem.lse_batch_stride = request.softmax_lse.strides[0];
   problem.lse_head_stride = request.softmax_lse.strides[1];
   problem.lse_token_stride = request.softmax_lse.strides[2];
+  return problem;
+}
 
+}  // namespace
+
+std::span<const HeadDims> supported_head_dims() {
+  return kHeadDims;
+}
+
+Status check_device(const Device& device) {
+  if (device.type == DeviceType::kCpu || device.type == DeviceType::kCuda) {
+    if (device.index >= 0) return {};
+    return Status::invalid_argument("device index is " + std::to_string(device.index) +
+                                    "; it must not be negative");
+  }
+  return Status::invalid_argument("device type is " +
+                                  std::to_string(static_cast<std::int32_t>(device.type)) +
+                                  "; it must be 0 (CPU) or 1 (CUDA)");
+}
+
+Result<Problem> validate(const DecodeRequest& request) {
+  FLASHMLA_RETURN_IF_ERROR(check(request));
+  const Problem problem = problem_of(request);
   if (request.device.type == DeviceType::kCpu) FLASHMLA_RETURN_IF_ERROR(check_contents(problem));
   return problem;
 }
@@ -252,7 +260,6 @@ Result<PlanProblem> validate(const PlanRequest& request) {
   problem.cache_seqlens = static_cast<const std::int32_t*>(request.cache_seqlens.data);
   problem.cache_seqlens_stride = request.cache_seqlens.strides[0];
   problem.num_heads_per_head_k = request.num_heads_per_head_k;
-  problem.num_heads_k = static_cast<std::int32_t>(request.num_heads_k);
   problem.plan_rows = static_cast<std::int32_t*>(request.tile_scheduler_metadata.data);
   problem.num_parts = static_cast<std::int32_t>(num_parts);
   problem.num_splits = static_cast<std::int32_t*>(request.num_splits.data);

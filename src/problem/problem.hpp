@@ -59,9 +59,7 @@ struct Problem {
 
   const std::int32_t* plan_rows = nullptr;  // (num_parts, kPlanRowFields), fields contiguous
   std::int64_t plan_row_stride = 0;
-  std::int32_t num_parts = 0;
-  const std::int32_t* num_splits = nullptr;  // (batch + 1)
-  std::int64_t num_splits_stride = 0;
+  std::int32_t num_parts = 0;  // num_splits is checked, but not kept: the walk says all
 
   void* out = nullptr;
   std::int64_t out_batch_stride = 0, out_token_stride = 0, out_head_stride = 0;
@@ -100,7 +98,6 @@ struct PlanProblem {
   const std::int32_t* cache_seqlens = nullptr;
   std::int64_t cache_seqlens_stride = 0;
   std::int64_t num_heads_per_head_k = 0;
-  std::int32_t num_heads_k = 0;
   std::int32_t* plan_rows = nullptr;  // (num_parts, kPlanRowFields) contiguous
   std::int32_t num_parts = 0;
   std::int32_t* num_splits = nullptr;  // (batch + 1) contiguous

@@ -682,7 +682,6 @@ void check_replanning() {
       Problem problem = instance.problem;
       problem.cache_seqlens = lengths.data();
       problem.plan_rows = rows.data();
-      problem.num_splits = splits.data();
       if (by_copy_engine) {
         FLASHMLA_CUDA_REQUIRE(cudaMemcpyAsync(lengths.data(), instance.lengths.data(),
                                               batch * sizeof(std::int32_t),

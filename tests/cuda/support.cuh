@@ -576,8 +576,6 @@ inline Instance make_instance(const Case& spec, std::uint32_t seed, bool hostile
   instance.num_splits = DeviceArray<std::int32_t>(p.batch + 1);
   p.plan_rows = instance.plan_rows.data();
   p.plan_row_stride = instance.plan_pitch;
-  p.num_splits = instance.num_splits.data();
-  p.num_splits_stride = 1;
   instance.make_plan(random);
   if (spec.loose) {
     for (const Dimension& dimension :

@@ -33,8 +33,8 @@ MUTATIONS = [
     ),
     Mutation(
         "problem/problem.cpp",
-        ": 1.0 / std::sqrt(static_cast<double>(head_dim));",
-        ": 1.0 / std::sqrt(static_cast<double>(request.head_dim_v));",
+        ": 1.0 / std::sqrt(static_cast<double>(problem.head_dim));",
+        ": 1.0 / std::sqrt(static_cast<double>(problem.head_dim_v));",
         r"/Decode\.Accuracy.*cpu_portable_bf16",
     ),
     Mutation(

@@ -23,8 +23,6 @@ struct PlanOf {
     problem.batch = static_cast<std::int32_t>(lengths.size());
     problem.cache_seqlens = lengths.data();
     problem.cache_seqlens_stride = 1;
-    problem.num_heads_per_head_k = 16;
-    problem.num_heads_k = 1;
     problem.plan_rows = rows.data();
     problem.num_parts = num_parts;
     problem.num_splits = num_splits.data();
