@@ -76,6 +76,36 @@ Result<std::byte*> take_workspace(const WorkspaceSource& source, std::size_t nee
   return memory;
 }
 
+Status decode_on_gpu(const Problem& problem, std::string_view forced, const WorkspaceSource& source,
+                     void* stream) {
+  const Result<const select::KernelRow*> kernel = select_kernel(problem, forced);
+  if (!kernel.ok()) return kernel.status();
+  const Result<std::byte*> workspace =
+      take_workspace(source, cuda::workspace_bytes(problem), kCudaAlignment);
+  if (!workspace.ok()) return workspace.status();
+  if (Status status = check_on_host(problem, stream); !status.ok()) return status;
+  return cuda::decode(problem, *kernel.value(), workspace.value(), stream);
+}
+
+Status decode_on_cpu(const Problem& problem, std::string_view forced, const WorkspaceSource& source,
+                     const cpu::Executor& executor) {
+  const Result<const cpu::DecodeKernel*> selected = select_cpu_kernel(problem, forced);
+  if (!selected.ok()) return selected.status();
+  const cpu::DecodeKernel& kernel = *selected.value();
+  const Result<cpu::WorkspaceLayout> layout =
+      cpu::lay_out_workspace(problem, kernel, executor.num_threads);
+  if (!layout.ok()) return layout.status();
+  const Result<std::byte*> workspace =
+      take_workspace(source, layout.value().total_bytes, kCpuAlignment);
+  if (!workspace.ok()) return workspace.status();
+  const Result<schedule::Schedule> schedule = schedule::resolve(
+      problem, layout.value().num_fragments, workspace.value() + layout.value().schedule);
+  if (!schedule.ok()) return schedule.status();
+  cpu::launch(problem, kernel, schedule.value(), layout.value(), workspace.value(), executor);
+  cpu::combine(problem, kernel, schedule.value(), layout.value(), workspace.value(), executor);
+  return {};
+}
+
 }  // namespace
 
 Result<select::DeviceFacts> facts_of(const Device& device) {
@@ -150,40 +180,15 @@ Result<std::size_t> decode_workspace_size(const DecodeRequest& request, std::int
   return layout.value().total_bytes;
 }
 
-Status decode(const DecodeRequest& request, const WorkspaceSource& source,
+Status decode(const DecodeRequest& request, const WorkspaceSource& workspace,
               const Execution& execution) {
   const Result<Problem> problem = validate(request);
   if (!problem.ok()) return problem.status();
   if (Status status = device_supported(request.device); !status.ok()) return status;
   if (request.device.type == DeviceType::kCuda) {
-    const Result<const select::KernelRow*> kernel = select_kernel(problem.value(), request.kernel);
-    if (!kernel.ok()) return kernel.status();
-    const Result<std::byte*> workspace =
-        take_workspace(source, cuda::workspace_bytes(problem.value()), kCudaAlignment);
-    if (!workspace.ok()) return workspace.status();
-    if (Status status = check_on_host(problem.value(), execution.stream); !status.ok()) {
-      return status;
-    }
-    return cuda::decode(problem.value(), *kernel.value(), workspace.value(), execution.stream);
+    return decode_on_gpu(problem.value(), request.kernel, workspace, execution.stream);
   }
-  const Result<const cpu::DecodeKernel*> kernel =
-      select_cpu_kernel(problem.value(), request.kernel);
-  if (!kernel.ok()) return kernel.status();
-  const Result<cpu::WorkspaceLayout> layout =
-      cpu::lay_out_workspace(problem.value(), *kernel.value(), execution.executor.num_threads);
-  if (!layout.ok()) return layout.status();
-  const Result<std::byte*> taken =
-      take_workspace(source, layout.value().total_bytes, kCpuAlignment);
-  if (!taken.ok()) return taken.status();
-  std::byte* workspace = taken.value();
-  const Result<schedule::Schedule> schedule = schedule::resolve(
-      problem.value(), layout.value().num_fragments, workspace + layout.value().schedule);
-  if (!schedule.ok()) return schedule.status();
-  cpu::launch(problem.value(), *kernel.value(), schedule.value(), layout.value(), workspace,
-              execution.executor);
-  cpu::combine(problem.value(), *kernel.value(), schedule.value(), layout.value(), workspace,
-               execution.executor);
-  return {};
+  return decode_on_cpu(problem.value(), request.kernel, workspace, execution.executor);
 }
 
 Status merge(const MergeRequest& request, const Execution& execution) {
