@@ -4,7 +4,7 @@
  *  - Every call returns a flashmla_status. On anything but FLASHMLA_OK nothing was written to the
  *    caller's tensors, and flashmla_last_error() explains, in this thread, until its next call.
  *  - The caller owns all memory. The library keeps no pointer after a call returns, except that
- * work given to a CUDA stream reads and writes its tensors until the stream has passed it.
+ *    work given to a CUDA stream reads and writes its tensors until the stream has passed it.
  *  - Structs start with their size: zero the struct, then set struct_size = sizeof(struct). Fields
  *    are only ever added at the end, and a field left zero has its documented default.
  *  - Shapes and strides are counted in elements. A tensor argument that is optional is absent when
@@ -12,7 +12,7 @@
  *  - What a call writes shares no memory with its other tensors; it may lie in their gaps.
  *  - Every call may be made from several threads at once.
  *  - Lengths, block ids and plans are checked on the CPU. On a GPU that would mean to wait for it:
- * a call does so when the environment variable FLASHMLA_CHECK is 1, and is else harmless, its
+ *    a call does so when the environment variable FLASHMLA_CHECK is 1, and is else harmless, its
  *    result unspecified, whatever they hold.
  *  - Every log-sum-exp is a natural logarithm. */
 #ifndef FLASHMLA_FLASHMLA_H
@@ -73,8 +73,7 @@ typedef struct flashmla_executor {
                        void* body_data);
 } flashmla_executor;
 
-/* --- The plan ----------------------------------------------------------------------------------
- */
+/* --- The plan --------------------------------------------------------------------------------- */
 
 typedef struct flashmla_plan_args {
   size_t struct_size;
@@ -100,9 +99,22 @@ FLASHMLA_API flashmla_status flashmla_plan_num_parts(int32_t device_type, int32_
 /* Divides the cached tokens of a batch over the parts. See docs/scheduling.md for the format. */
 FLASHMLA_API flashmla_status flashmla_plan(const flashmla_plan_args* args);
 
-/* --- Attention ---------------------------------------------------------------------------------
- */
+/* --- Attention -------------------------------------------------------------------------------- */
 
+/* Multi-head latent attention of a decoding step, in absorbed form (DeepSeek-V2, arXiv:2405.04434):
+ * a cached vector is key, all of it, and value, its first head_dim_v components. For query token t
+ * and query head h of batch row i, with g = h / (num_heads_q / num_heads_k) and the cached tokens
+ *
+ *     k_j = k_cache[block_table[i][j / page_block_size]][j % page_block_size][g]
+ *
+ * for j in [0, cache_seqlens[i]):
+ *
+ *     score_j              = softmax_scale * dot(q[i][t][h], k_j)
+ *     softmax_lse[i][h][t] = lse = log(sum over visible j of exp(score_j))
+ *     out[i][t][h]         = sum over visible j of exp(score_j - lse) * k_j[:head_dim_v]
+ *
+ * A query that sees no token has out 0 and softmax_lse +inf. A row that no part of the plan walks
+ * keeps what its results held. Entries of block_table past a row's last page may hold anything. */
 typedef struct flashmla_decode_args {
   size_t struct_size;
   int32_t device_type;
@@ -110,7 +122,7 @@ typedef struct flashmla_decode_args {
   flashmla_tensor q;           /* (batch, seq_len_q, num_heads_q, head_dim) bf16, fp16; fp32: CPU */
   flashmla_tensor k_cache;     /* (num_blocks, page_block_size, num_heads_k, head_dim), as q */
   flashmla_tensor block_table; /* (batch, max_num_blocks_per_seq) int32 */
-  flashmla_tensor cache_seqlens; /* (batch) int32 */
+  flashmla_tensor cache_seqlens; /* (batch) int32, in tokens */
   flashmla_tensor visible_lens;  /* optional (batch, seq_len_q) int32: leading cached tokens that a
                                     query sees, in place of causal; non-decreasing along seq_len_q */
   flashmla_tensor tile_scheduler_metadata; /* (num_sm_parts, 8) int32 */
@@ -143,8 +155,7 @@ FLASHMLA_API flashmla_status flashmla_decode(const flashmla_decode_args* args, v
                                              size_t workspace_bytes,
                                              const flashmla_executor* executor);
 
-/* --- Merge -------------------------------------------------------------------------------------
- */
+/* --- Merge ------------------------------------------------------------------------------------ */
 
 typedef struct flashmla_merge_args {
   size_t struct_size;
@@ -154,15 +165,20 @@ typedef struct flashmla_merge_args {
   flashmla_tensor lses; /* (parts, batch, num_heads_q, seq_len_q) float32; +-inf: an empty part */
   flashmla_tensor out;  /* written: (batch, seq_len_q, num_heads_q, head_dim_v), as outs */
   flashmla_tensor lse;  /* written: (batch, num_heads_q, seq_len_q) float32 */
-  void* stream;
+  void* stream;         /* CUDA stream; ignored on the CPU */
 } flashmla_merge_args;
 
-/* Merges attention over disjoint sets of tokens into attention over their union. */
+/* Merges attention over disjoint sets of tokens into attention over their union:
+ *
+ *     lse = log(sum over parts p of exp(lses[p]))
+ *     out = sum over parts p of exp(lses[p] - lse) * outs[p]
+ *
+ * Of an empty part out is not read; where all are empty, out is 0 and lse +inf. executor null:
+ * OpenMP. */
 FLASHMLA_API flashmla_status flashmla_merge(const flashmla_merge_args* args,
                                             const flashmla_executor* executor);
 
-/* --- About the library -------------------------------------------------------------------------
- */
+/* --- About the library ------------------------------------------------------------------------ */
 
 /* Message of this thread's last call that did not return FLASHMLA_OK; never null. Valid until this
  * thread's next call. */
@@ -176,8 +192,9 @@ FLASHMLA_API const char* flashmla_version(void);
  * device, or FLASHMLA_ISA holds a word that is not known). Creates no CUDA context. */
 FLASHMLA_API flashmla_status flashmla_device_supported(int32_t device_type, int32_t device_index);
 
-/* What the process may use on the CPU, such as "AVX2 AVX512 AVX512_BF16", after FLASHMLA_ISA. The
- * text is valid until this thread's next call. */
+/* What the process may use on the CPU after FLASHMLA_ISA, such as "AVX2 AVX512 AVX512_BF16"; "none"
+ * for the baseline alone. If FLASHMLA_ISA holds a word that is not known, what is wrong with it.
+ * The text is valid until this thread's next call. */
 FLASHMLA_API const char* flashmla_cpu_features(void);
 
 typedef struct flashmla_kernel_info {
@@ -186,7 +203,7 @@ typedef struct flashmla_kernel_info {
   const char* instruction_set; /* "avx512", "sm90a", ... */
   int32_t device_type;
   int32_t dtype;  /* of q and k_cache */
-  int32_t usable; /* nonzero when this machine can run it now */
+  int32_t usable; /* nonzero when this machine, of its GPUs the first, can run it now */
 } flashmla_kernel_info;
 
 /* Kernels compiled into the library, in order of preference. */

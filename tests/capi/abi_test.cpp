@@ -57,6 +57,7 @@ TEST(Abi, TheCpuIsNotSupportedWithAnUnknownInstructionSet) {
   const ScopedIsa isa("sse9");
   EXPECT_EQ(flashmla_device_supported(FLASHMLA_CPU, 0), FLASHMLA_INVALID_ARGUMENT);
   EXPECT_NE(std::string(flashmla_last_error()).find("FLASHMLA_ISA is \"sse9\""), std::string::npos);
+  EXPECT_EQ(std::string(flashmla_cpu_features()).find("FLASHMLA_ISA is \"sse9\""), 0u);
 }
 
 TEST(Abi, LongerStructOfANewerCallerIsTakenWhenItsNewFieldsAreZero) {
