@@ -166,10 +166,14 @@ class Plan {
   std::int32_t num_parts() const { return static_cast<std::int32_t>(rows_.size() / kFields); }
   std::int64_t batch() const { return static_cast<std::int64_t>(num_splits_.size()) - 1; }
 
-  // The 8 fields of a part: begin_row, begin_block, end_row (inclusive), end_block (exclusive),
-  // begin_split, 0, 0, 0.
+  // The 8 fields of part `index`, which is in [0, num_parts()): begin_row, begin_block, end_row
+  // (inclusive), end_block (exclusive), begin_split, 0, 0, 0.
   std::span<std::int32_t, 8> part(std::int32_t index) {
     return std::span<std::int32_t, 8>(rows_.data() + static_cast<std::size_t>(index) * kFields, 8);
+  }
+  std::span<const std::int32_t, 8> part(std::int32_t index) const {
+    return std::span<const std::int32_t, 8>(
+        rows_.data() + static_cast<std::size_t>(index) * kFields, 8);
   }
   std::span<std::int32_t> num_splits() { return num_splits_; }
   std::span<const std::int32_t> num_splits() const { return num_splits_; }
@@ -216,6 +220,7 @@ inline Plan plan(std::span<const std::int32_t> cache_seqlens, std::int64_t num_h
 
 // --- Attention -----------------------------------------------------------------------------------
 
+// Of one attention call; flashmla_decode_args says what is computed of them.
 struct DecodeArguments {
   Device device;
   TensorView q;              // (batch, seq_len_q, num_heads_q, head_dim) bf16, fp16; fp32: CPU
@@ -350,6 +355,7 @@ inline void decode(const DecodeArguments& arguments, Workspace& workspace,
 
 // --- Merge ---------------------------------------------------------------------------------------
 
+// Of one merge; flashmla_merge says what is computed of them.
 struct MergeArguments {
   Device device;
   TensorView outs;         // (parts, batch, seq_len_q, num_heads_q, head_dim_v) bf16, fp16 or fp32

@@ -3,6 +3,7 @@
 
 #include <gtest/gtest.h>
 
+#include <algorithm>
 #include <array>
 #include <cmath>
 #include <string>
@@ -155,8 +156,11 @@ TEST(CppApi, PlanByHandAndItsFields) {
   const std::int32_t fields[] = {0, 0, 1, 1};
   std::copy_n(fields, 4, call.plan.part(1).begin());
   call.plan.part(0)[0] = -1;
-  EXPECT_EQ(call.plan.num_parts(), 2);
-  EXPECT_EQ(call.plan.batch(), 2);
+  const Plan& plan = call.plan;
+  EXPECT_EQ(plan.num_parts(), 2);
+  EXPECT_EQ(plan.batch(), 2);
+  EXPECT_EQ(plan.part(0)[0], -1);
+  EXPECT_TRUE(std::ranges::equal(plan.part(1).first<4>(), fields));
   Workspace workspace;
   decode(call.arguments(), workspace);
   expect_result(call);
