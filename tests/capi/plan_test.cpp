@@ -1,8 +1,6 @@
-// Planning as callers see it, and its time.
+// Planning as callers see it.
 #include <gtest/gtest.h>
 
-#include <chrono>
-#include <cstdio>
 #include <random>
 
 #include "support/array.hpp"
@@ -114,25 +112,6 @@ TEST(Plan, PartThatBeginsPastItsRowHasNothingOfIt) {
   call.plan_by_hand({{0, 0, 1, 2}});
   ASSERT_EQ(call.run().status, FLASHMLA_OK);
   EXPECT_EQ(call.out.copy_bytes(), shrunk);
-}
-
-// Printed, not asserted: a loaded machine must not fail a test.
-TEST(Plan, Time) {
-  std::mt19937 random(2);
-  for (const std::size_t batch : {128, 1024, 8192, 65536}) {
-    std::vector<std::int32_t> lengths(batch);
-    for (std::int32_t& length : lengths) length = static_cast<std::int32_t>(random() % 8192);
-    PlanCall call(lengths, 132);
-    double best = 1e9;
-    for (int run = 0; run < 20; ++run) {
-      const auto begin = std::chrono::steady_clock::now();
-      ASSERT_EQ(call.run(), FLASHMLA_OK);
-      const std::chrono::duration<double, std::micro> time =
-          std::chrono::steady_clock::now() - begin;
-      best = std::min(best, time.count());
-    }
-    std::printf("[     TIME ] plan of batch %zu in 132 parts: %.1f us\n", batch, best);
-  }
 }
 
 }  // namespace
