@@ -108,7 +108,7 @@ LONG = [100_000, 1, 1, 1, 1, 1, 1, 1]
 
 @pytest.mark.parametrize("heads", [8, 16, 64])
 @pytest.mark.parametrize("plans", [True, False], ids=["plan_inside", "plan_copied"])
-def test_b12_replays_with_other_lengths_equal_eager_calls(gpu, heads, plans):
+def test_replays_with_other_lengths_equal_eager_calls(gpu, heads, plans):
     step = Step(gpu, heads, plans)
     for lens in (MIXED, LONG, MIXED, [1] * 8, [0] * 8):
         assert equal(step.replay(lens), step.eager(lens))
@@ -119,7 +119,7 @@ def test_b12_replays_with_other_lengths_equal_eager_calls(gpu, heads, plans):
 
 
 @pytest.mark.parametrize("heads", [8, 64])
-def test_b12_a_padded_plan_leaves_the_other_rows_alone(gpu, heads):
+def test_a_padded_plan_leaves_the_other_rows_alone(gpu, heads):
     step = Step(gpu, heads, plans=False)
     lens = [130, 97, 1, 64, 4097, 0, 0, 0]
     out, lse = step.replay(lens, rows=5)
@@ -133,7 +133,7 @@ def test_b12_a_padded_plan_leaves_the_other_rows_alone(gpu, heads):
     assert equal(step.replay(MIXED), step.eager(MIXED))
 
 
-def test_b3_nine_rows_in_a_graph(gpu):
+def test_nine_rows_in_a_graph(gpu):
     lens = torch.arange(1, 10, dtype=torch.int32)
     inputs = formula_inputs([9] * 9, 8, uniform=True).to(gpu)
     inputs.cache_seqlens = lens.to(gpu)
@@ -363,7 +363,7 @@ def test_a_tensor_left_on_the_cpu_is_named(gpu, name):
 # --- Torch ---------------------------------------------------------------------------------------
 
 
-def test_b35_opcheck(gpu):
+def test_operators_pass_opcheck(gpu):
     inputs = formula_inputs([130, 97, 0], 8, 2, causal=True).to(gpu)
     shared = (
         inputs.q,
@@ -381,7 +381,7 @@ def test_b35_opcheck(gpu):
     )
 
 
-def test_b35_full_graph(gpu):
+def test_full_graph_with_a_dynamic_batch(gpu):
     def step(q, k_cache, block_table, cache_seqlens):
         plan = flashmla.get_mla_metadata(cache_seqlens, q.shape[1] * q.shape[2], 1)
         return flashmla.flash_mla_with_kvcache(
@@ -405,7 +405,7 @@ def test_b35_full_graph(gpu):
 
 @pytest.mark.parametrize("heads", [1, 16, 32, 48, 128])
 @pytest.mark.parametrize("queries", [1, 2])
-def test_b24_race_hunt(gpu, heads, queries):
+def test_calls_beside_other_work_give_the_same_bits(gpu, heads, queries):
     """The same bits 50 times for every number of parts, beside work that shifts the timing."""
     inputs = formula_inputs([129, 1000, 64, 0, 700], heads, queries, causal=True)
     expected = inputs.expected()

@@ -71,7 +71,7 @@ print(torch.cuda.is_initialized())
     assert output(code) == "False"
 
 
-def test_b34_without_the_extension(without_extension):
+def test_without_the_extension_a_call_says_how_to_install_it(without_extension):
     code = """
 import flashmla, torch
 supported, reason = flashmla.is_flashmla_supported()
@@ -85,7 +85,7 @@ except RuntimeError as error:
     assert output(code, PYTHONPATH=without_extension) == "flashmla cannot compute:"
 
 
-def test_b34_without_the_extension_the_newer_packages_name_imports_too(without_extension):
+def test_without_the_extension_the_newer_packages_name_imports_too(without_extension):
     newer = Path(flash_mla.__file__).parent
     shutil.copytree(newer, Path(without_extension) / "flash_mla")
     assert output("import flash_mla", PYTHONPATH=without_extension) == ""
@@ -111,7 +111,7 @@ print(module._flashmla_C_AVAILABLE)
     assert output(code) == "True"
 
 
-def test_b34_from_the_source_checkout():
+def test_the_installed_package_is_found_from_the_source_checkout():
     root = Path(__file__).parents[2]
     done = subprocess.run(
         [sys.executable, "-c", "import flashmla; print(flashmla._flashmla_C_AVAILABLE)"],

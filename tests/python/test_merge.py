@@ -55,7 +55,7 @@ def test_equals_one_softmax_over_the_union(parts, shape, dtype, empty, seed):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("sign", [1, -1])
 @pytest.mark.parametrize("first", [True, False])
-def test_b16_an_empty_side_passes_the_other_through_bit_for_bit(device, dtype, sign, first):
+def test_an_empty_side_passes_the_other_through_bit_for_bit(device, dtype, sign, first):
     outs, lses = random_parts(1, (2, 3, 4, 64), dtype, device=device)
     outs[0, 0, 0, 0, :2] = torch.tensor([0.0, -0.0], dtype=dtype)
     nothing = torch.full_like(lses, sign * math.inf)
@@ -68,7 +68,7 @@ def test_b16_an_empty_side_passes_the_other_through_bit_for_bit(device, dtype, s
     assert same_bits(lse, lses[0])
 
 
-def test_b16_nothing_with_nothing_is_nothing(device):
+def test_nothing_with_nothing_is_nothing(device):
     outs = torch.full((2, 1, 1, 3, 8), math.nan, device=device)
     lses = torch.tensor([math.inf, -math.inf], device=device)[:, None, None, None]
     lses = lses.expand(2, 1, 3, 1)
@@ -77,7 +77,7 @@ def test_b16_nothing_with_nothing_is_nothing(device):
     assert (lse == math.inf).all()
 
 
-def test_b16_half_of_the_heads_empty(device):
+def test_where_half_of_the_heads_are_empty_the_others_are_merged(device):
     outs, lses = random_parts(2, (1, 2, 4, 16), torch.float32, device=device)
     lses[1, :, :2] = math.inf
     out, lse = flashmla.merge_attention_states(outs, lses)
@@ -86,7 +86,7 @@ def test_b16_half_of_the_heads_empty(device):
     assert not same_bits(lse[:, 2:], lses[0, :, 2:])
 
 
-def test_b16_half_of_the_query_tokens_empty(device):
+def test_where_half_of_the_query_tokens_are_empty_the_others_are_merged(device):
     outs, lses = random_parts(2, (2, 4, 3, 16), torch.bfloat16, device=device)
     lses[0, :, :, ::2] = -math.inf
     out, lse = flashmla.merge_attention_states(outs, lses)

@@ -80,7 +80,7 @@ def test_every_block_is_walked_once_in_order_and_evenly(lens, threads):
 
 @pytest.mark.parametrize("batch", [0, 1, 9, 128, 1024, 8192, 65536, 100_000])
 @pytest.mark.parametrize("kind", ["zeros", "ones", "mixed"])
-def test_b13_any_batch(device, batch, kind):
+def test_any_batch_is_planned_evenly(device, batch, kind):
     generator = torch.Generator().manual_seed(batch)
     lens = {
         "zeros": torch.zeros(batch, dtype=torch.int32),

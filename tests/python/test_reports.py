@@ -48,7 +48,7 @@ def agrees_with_float64(inputs: cases.Inputs, out: torch.Tensor, lse: torch.Tens
     )
 
 
-def test_b1_rows_of_length_zero(kernel):
+def test_rows_of_length_zero_are_zero_and_leave_the_others_alone(kernel):
     inputs = formula_inputs([0, 1, 64, 0], 128)
     out, lse = attend(inputs, kernel=kernel)
     assert (out[[0, 3]] == 0).all()
@@ -60,7 +60,7 @@ def test_b1_rows_of_length_zero(kernel):
     assert float(lse[lse.isfinite()].double().sum()) == pytest.approx(568.614653, abs=1e-2)
 
 
-def test_b3_nine_rows_of_eight_heads(kernel):
+def test_nine_rows_of_eight_heads(kernel):
     for lens in (list(range(1, 10)), list(range(9, 0, -1))):
         _, lse = attend(formula_inputs(lens, 8, uniform=True), kernel=kernel)
         assert (lse - torch.tensor(lens).log()[:, None, None]).abs().max() <= 2e-5
@@ -70,7 +70,7 @@ def test_b3_nine_rows_of_eight_heads(kernel):
 
 @pytest.mark.parametrize("unused", [math.nan, math.inf, 3e38])
 @pytest.mark.parametrize("page", [4, 64])
-def test_b4_slots_past_the_length_never_matter(kernel, page, unused):
+def test_slots_past_the_length_never_matter(kernel, page, unused):
     out, lse = attend(formula_inputs([13], 16, page=page, unused=unused), kernel=kernel)
     assert close_out(out[0, 0, 0, 0], 0.061532551)
     assert close_out(out[0, 0, 15, 511], 0.185125567)
@@ -79,7 +79,7 @@ def test_b4_slots_past_the_length_never_matter(kernel, page, unused):
     assert out.isfinite().all()
 
 
-def test_b4_uniform_tail(kernel):
+def test_large_numbers_past_the_length_weigh_nothing(kernel):
     inputs = formula_inputs([257], 16, uniform=True, unused=1000.0)
     out, lse = attend(inputs, kernel=kernel)
     assert close_lse(lse.max(), 5.549076085)
@@ -87,7 +87,7 @@ def test_b4_uniform_tail(kernel):
     assert (out[0, 0, :, :4].float() - expected).abs().max() < 1e-4
 
 
-def test_b4_every_length_from_1_to_200(kernel):
+def test_every_length_from_1_to_200_counts_its_tokens(kernel):
     lens = list(range(1, 201))
     dims = small_dims(kernel, (96, 64))
     inputs = formula_inputs(lens, 1, uniform=True, unused=1000.0, dims=dims)
@@ -96,7 +96,7 @@ def test_b4_every_length_from_1_to_200(kernel):
 
 
 @pytest.mark.parametrize(("page", "length"), [(16, 17), (64, 65)])
-def test_b5_table_of_two_entries_and_ids_at_both_ends_of_the_cache(device, page, length):
+def test_table_of_two_entries_and_ids_at_both_ends_of_the_cache(device, page, length):
     inputs = formula_inputs([length], 4)
     small = attend(inputs, kernel=device)
     cache = torch.full((1000, page, 1, 576), math.nan, dtype=torch.bfloat16)
@@ -109,7 +109,7 @@ def test_b5_table_of_two_entries_and_ids_at_both_ends_of_the_cache(device, page,
     assert all(same_bits(a, b) for a, b in zip(found, small, strict=True))
 
 
-def test_b5_wide_table_and_table_with_a_larger_row_stride(device):
+def test_wide_table_and_table_with_a_larger_row_stride(device):
     inputs = formula_inputs([65, 130], 4)
     expected = attend(inputs, kernel=device)
     wide = torch.full((2, 4096), 2147480000, dtype=torch.int32)
@@ -130,7 +130,7 @@ def test_b5_wide_table_and_table_with_a_larger_row_stride(device):
         (7, 0.054057024, 0.002237235, 4.977146455, 4.801249217, 15372.9644),
     ],
 )
-def test_b6_several_query_tokens(kernel, queries, first, last, first_lse, last_lse, total):
+def test_several_query_tokens(kernel, queries, first, last, first_lse, last_lse, total):
     inputs = formula_inputs([130, 97], 16, queries, causal=True)
     out, lse = attend(inputs, kernel=kernel)
     assert close_out(out[0, 0, 0, 0], first)
@@ -140,7 +140,7 @@ def test_b6_several_query_tokens(kernel, queries, first, last, first_lse, last_l
     assert float(out.double().abs().sum()) == pytest.approx(total, rel=2e-3)
 
 
-def test_b6_each_query_token_sees_its_own_prefix(kernel):
+def test_each_query_token_sees_its_own_prefix(kernel):
     lens = [64 + i for i in range(256)]
     dims = small_dims(kernel, (64, 64))
     inputs = formula_inputs(lens, 8, 3, causal=True, uniform=True, dims=dims)
@@ -152,7 +152,7 @@ def test_b6_each_query_token_sees_its_own_prefix(kernel):
 
 
 @pytest.mark.parametrize("heads", [16, 128])
-def test_b7_offsets_past_31_bits(device, heads):
+def test_offsets_past_31_bits(device, heads):
     small = formula_inputs([257], heads)
     expected = attend(small, kernel=device)
     # 4.8 GB of address space, of which five pages are touched.
@@ -169,7 +169,7 @@ def test_b7_offsets_past_31_bits(device, heads):
 
 
 @pytest.mark.parametrize("page", [1, 2, 16, 32, 64, 128, 256])
-def test_b9_any_page_size(kernel, page):
+def test_any_page_size(kernel, page):
     out, lse = attend(formula_inputs([4097], 4, page=page), kernel=kernel)
     assert close_out(out[0, 0, 0, 0], 0.061717118)
     assert close_out(out[0, 0, 3, 511], -0.090015498)
@@ -177,19 +177,19 @@ def test_b9_any_page_size(kernel, page):
     assert close_lse(lse[0, 3, 0], 8.642523323)
 
 
-def test_b9_long_rows_in_pages_of_32(kernel):
+def test_long_rows_in_pages_of_32(kernel):
     lens = [4096, 4097, 8197, 12000]
     _, lse = attend(formula_inputs(lens, 16, page=32, uniform=True), kernel=kernel)
     for row, length in enumerate(lens):
         assert (lse[row] - math.log(length)).abs().max() <= 2e-5
 
 
-def test_b9_the_page_size_changes_no_bit(kernel):
+def test_the_page_size_changes_no_bit(kernel):
     found = [attend(formula_inputs([517], 4, page=p), kernel=kernel) for p in (1, 16, 64, 784)]
     assert all(same_bits(found[0][0], out) and same_bits(found[0][1], lse) for out, lse in found)
 
 
-def test_b10_eight_key_value_heads(kernel):
+def test_eight_key_value_heads(kernel):
     inputs = formula_inputs([256], 16, 4, causal=True, kv_heads=8)
     out, lse = attend(inputs, kernel=kernel)
     assert close_out(out[0, 0, 0, 0], 0.057784971)
@@ -199,7 +199,7 @@ def test_b10_eight_key_value_heads(kernel):
     assert agrees_with_float64(inputs, out, lse)
 
 
-def test_b10_a_thousand_query_tokens(device):
+def test_a_thousand_query_tokens(device):
     lens = torch.tensor([256], dtype=torch.int32, device=device)
     metadata, _ = flashmla.get_mla_metadata(lens, 1024 * 16 // 8, 8)
     assert metadata.shape[0] >= 1
@@ -208,7 +208,7 @@ def test_b10_a_thousand_query_tokens(device):
     assert agrees_with_float64(inputs, *attend(inputs, kernel=device))
 
 
-def test_b11_a_plan_made_for_one_query_token_serves_two(device):
+def test_a_plan_made_for_one_query_token_serves_two(device):
     inputs = formula_inputs([130, 97], 16, 2, causal=True)
     plan = flashmla.get_mla_metadata(inputs.cache_seqlens.to(device), 16, 1)
     out, lse = attend(inputs, plan, device)
@@ -216,7 +216,7 @@ def test_b11_a_plan_made_for_one_query_token_serves_two(device):
     assert close_lse(lse[0, 0, 0], 5.033318953)
 
 
-def test_b14_one_plan_serves_61_layers_and_is_not_written(device):
+def test_one_plan_serves_61_layers_and_is_not_written(device):
     base = formula_inputs([97, 700, 0, 64], 16)
     plan = flashmla.get_mla_metadata(base.cache_seqlens.to(device), 16, 1)
     kept = [tensor.clone() for tensor in plan]
@@ -254,7 +254,7 @@ def merge(
     return out.cpu(), lse.cpu()
 
 
-def test_b15_lse_is_a_natural_logarithm(device):
+def test_lse_is_a_natural_logarithm(device):
     keys = formula_k(0, 10)
     q = torch.zeros(1, 1, 1, 576, dtype=torch.bfloat16)
     parts = [attend_shard(q, shard, device) for shard in (keys[:2], keys[2:])]
@@ -265,7 +265,7 @@ def test_b15_lse_is_a_natural_logarithm(device):
     assert close_out(out[0, 0, 0, 0], -0.2640625)
 
 
-def test_b15_a_row_cut_in_two_merges_to_the_whole(device):
+def test_a_row_cut_in_two_merges_to_the_whole(device):
     keys, queries = formula_k(0, 257), formula_q(0, 1, 16)[None].bfloat16()
     parts = [attend_shard(queries, shard, device, 0.25) for shard in (keys[:200], keys[200:])]
     assert close_lse(parts[0][1][0, 0, 0], 5.473693637)
@@ -277,7 +277,7 @@ def test_b15_a_row_cut_in_two_merges_to_the_whole(device):
     assert close_lse(lse[0, 0, 0], 5.717565281)
 
 
-def test_b17_split_and_unsplit_rows_agree_on_lse(kernel):
+def test_split_and_unsplit_rows_agree_on_lse(kernel):
     lens = [1, 64, 65536, 63, 1]
     dims = small_dims(kernel, (64, 64))
     inputs = formula_inputs(lens, 16, uniform=True, dims=dims)
@@ -290,7 +290,7 @@ def test_b17_split_and_unsplit_rows_agree_on_lse(kernel):
         assert close_lse(attend(alone, kernel=kernel)[1].max(), value)
 
 
-def test_b18_lse_layout(kernel):
+def test_lse_is_of_batch_heads_and_query_tokens(kernel):
     inputs = formula_inputs([65, 200], 20, 2, causal=True)
     out, lse = attend(inputs, kernel=kernel)
     assert lse.shape == (2, 20, 2)
@@ -301,7 +301,7 @@ def test_b18_lse_layout(kernel):
     assert close_out(out[1, 1, 19, 511], -0.077898378)
 
 
-def test_b19_tokens_dealt_round_robin_over_two_ranks(device):
+def test_tokens_dealt_round_robin_over_two_ranks(device):
     keys = formula_k(0, 7)
     q = torch.zeros(1, 2, 1, 576, dtype=torch.bfloat16)
     # Query 0 sees the global tokens 0 to 5, query 1 also 6.
@@ -323,7 +323,7 @@ def test_b19_tokens_dealt_round_robin_over_two_ranks(device):
         assert (out[0, row, 0, :3].float() - torch.tensor(expected)).abs().max() < 2e-3
 
 
-def test_b20_long_rows_with_two_query_tokens(device):
+def test_long_rows_with_two_query_tokens(device):
     one = formula_inputs([32768], 8, 2, causal=True, uniform=True)
     one.q = one.q.expand(128, -1, -1, -1)
     one.block_table = one.block_table.expand(128, -1)
@@ -334,7 +334,7 @@ def test_b20_long_rows_with_two_query_tokens(device):
     assert (lse[:, :, 1] - math.log(32768)).abs().max() < 2e-4
 
 
-def test_b21_more_query_tokens_than_cached_ones(kernel):
+def test_more_query_tokens_than_cached_ones(kernel):
     inputs = formula_inputs([2], 16, 4, causal=True)
     out, lse = attend(inputs, kernel=kernel)
     assert (out[0, :2] == 0).all()
@@ -344,12 +344,12 @@ def test_b21_more_query_tokens_than_cached_ones(kernel):
     assert float(out.double().abs().sum()) == pytest.approx(7344.4847, rel=2e-3)
 
 
-def test_b21_among_other_lengths(kernel):
+def test_more_query_tokens_than_cached_ones_among_other_lengths(kernel):
     inputs = formula_inputs([2, 0, 4, 130], 16, 4, causal=True)
     assert agrees_with_float64(inputs, *attend(inputs, kernel=kernel))
 
 
-def test_b22_ragged_queries_by_padding(kernel):
+def test_ragged_queries_by_padding_equal_each_alone(kernel):
     lens, real = [130, 97, 64, 5], [4, 1, 3, 2]
     inputs = formula_inputs(lens, 8, 4, causal=True)
     out, lse = attend(inputs, kernel=kernel)
@@ -364,7 +364,7 @@ def test_b22_ragged_queries_by_padding(kernel):
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 5, 8, 16, 32, 64, 128])
-def test_b23_any_number_of_heads(kernel, heads):
+def test_any_number_of_heads(kernel, heads):
     inputs = formula_inputs([65, 200], heads, 2, causal=True)
     out, lse = attend(inputs, kernel=kernel)
     assert close_lse(lse[0, 0, 0], 4.343651037)
@@ -376,7 +376,7 @@ def test_b23_any_number_of_heads(kernel, heads):
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4, 5, 8, 16, 32, 64, 128])
-def test_b23_nothing_is_written_around_the_results(kernel, heads):
+def test_nothing_is_written_around_the_results(kernel, heads):
     inputs = formula_inputs([65, 200], heads, 2, causal=True)
     around = torch.full((4, 2, heads, 512), 7.0, dtype=torch.bfloat16, device=device_of(kernel))
     around_lse = torch.full((4, heads, 2), 7.0, device=device_of(kernel))
@@ -387,7 +387,7 @@ def test_b23_nothing_is_written_around_the_results(kernel, heads):
 
 
 @pytest.mark.parametrize("dims", [(320, 256), (576, 512)])
-def test_b24_bitwise_repeatable_for_every_number_of_parts(kernel, dims):
+def test_bitwise_repeatable_for_every_number_of_parts(kernel, dims):
     inputs = formula_inputs([129], 16, 2, causal=True, dims=dims)
     splits = [cases.plan_of(inputs, parts) for parts in (1, 2, 3)]
     for threads in (1, 3, 8):
@@ -407,7 +407,7 @@ def test_b24_bitwise_repeatable_for_every_number_of_parts(kernel, dims):
             assert all(same_bits(a, b) for a, b in zip(first, again, strict=True))
 
 
-def test_b24_any_number_of_parts_is_bitwise_repeatable_and_right(kernel):
+def test_any_number_of_parts_is_bitwise_repeatable_and_right(kernel):
     inputs = formula_inputs([1000], 16, dims=small_dims(kernel, (192, 128)))
     for parts in range(1, 17):
         plan = cases.plan_of(inputs, parts)
@@ -419,7 +419,7 @@ def test_b24_any_number_of_parts_is_bitwise_repeatable_and_right(kernel):
             assert same_bits(again[1], lse)
 
 
-def test_b24_peaked_scores(kernel):
+def test_peaked_scores(kernel):
     out, lse = attend(formula_inputs([777], 16, scale=4.0), kernel=kernel)
     assert close_out(out[0, 0, 0, 0], -0.008826970)
     assert close_out(out[0, 0, 15, 511], 0.361337963)
@@ -427,7 +427,7 @@ def test_b24_peaked_scores(kernel):
     assert close_lse(lse[0, 15, 0], 30.760799)
 
 
-def test_b25_slices_of_a_larger_pool(kernel):
+def test_slices_of_a_larger_pool(kernel):
     # On the device from the start: a slice that is moved is a tensor of its own.
     inputs = formula_inputs([97, 300], 16).to(device_of(kernel))
     expected = attend(inputs, kernel=kernel)
@@ -447,7 +447,7 @@ def test_b25_slices_of_a_larger_pool(kernel):
 
 
 @pytest.mark.parametrize("others", [1, 7, 31, 127])
-def test_b31_a_row_of_one_part_has_the_bits_that_it_has_alone(device, others):
+def test_a_row_of_one_part_has_the_bits_that_it_has_alone(device, others):
     lens = [300] + [(i * 37) % 211 for i in range(others)]
     inputs = formula_inputs(lens, 4, dims=small_dims(device, (192, 128)))
     batch = len(lens)
@@ -475,7 +475,7 @@ def test_b31_a_row_of_one_part_has_the_bits_that_it_has_alone(device, others):
         (0.0, None, math.log(257)),
     ],
 )
-def test_b32_softmax_scale(kernel, scale, out_value, lse_value):
+def test_any_softmax_scale_and_its_default(kernel, scale, out_value, lse_value):
     inputs = formula_inputs([257], 16, scale=scale)
     out, lse = attend(inputs, kernel=kernel)
     assert agrees_with_float64(inputs, out, lse)
@@ -486,7 +486,7 @@ def test_b32_softmax_scale(kernel, scale, out_value, lse_value):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 5])
-def test_b33_threads_fewer_and_more_than_the_rows(threads):
+def test_threads_fewer_and_more_than_the_rows(threads):
     torch.set_num_threads(threads)
     inputs = formula_inputs([0, 1, 64, 0], 128)
     assert agrees_with_float64(inputs, *attend(inputs))
@@ -494,7 +494,7 @@ def test_b33_threads_fewer_and_more_than_the_rows(threads):
     assert agrees_with_float64(inputs, *attend(inputs))
 
 
-def test_b33_nan_in_a_valid_row_stays_in_that_row(kernel):
+def test_nan_in_a_valid_row_stays_in_that_row(kernel):
     inputs = formula_inputs([100, 130, 64], 16)
     expected = attend(inputs, kernel=kernel)
     block = inputs.block_table[1, 1].long()

@@ -35,7 +35,7 @@ def step(q, k_cache, block_table, cache_seqlens):
     )
 
 
-def test_b35_opcheck(inputs):
+def test_operators_pass_opcheck(inputs):
     shared = shared_arguments(inputs)
     visible = torch.tensor([[1, 2], [3, 97], [0, 0]], dtype=torch.int32)
     unmasked = (*shared[:6], False, *shared[7:])
@@ -50,7 +50,7 @@ def test_b35_opcheck(inputs):
     torch.library.opcheck(ops.merge_attention_states.default, (outs, lses))
 
 
-def test_b35_full_graph_with_a_dynamic_batch(inputs):
+def test_full_graph_with_a_dynamic_batch(inputs):
     compiled = torch.compile(step, fullgraph=True, dynamic=True)
     for batch in (3, 2, 1):
         arguments = (
@@ -90,7 +90,7 @@ def test_full_graph_with_preallocated_results(inputs):
     assert same_bits(doubled, expected[0] * 2)
 
 
-def test_b35_export(inputs):
+def test_an_exported_program_equals_the_call(inputs):
     class Step(torch.nn.Module):
         def forward(self, q, k_cache, block_table, cache_seqlens):
             return step(q, k_cache, block_table, cache_seqlens)
@@ -105,7 +105,7 @@ def test_b35_export(inputs):
         assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_b35_fake_tensors_give_shapes_and_dtypes(inputs):
+def test_fake_tensors_give_shapes_and_dtypes(inputs):
     with FakeTensorMode() as mode:
         fake = [
             mode.from_tensor(t)
