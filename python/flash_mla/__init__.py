@@ -27,6 +27,15 @@ class FlashMLASchedMeta:
     def plan_for(
         self, shape: tuple[int, int, int, int], cache_seqlens: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
+        """tile_scheduler_metadata and num_splits of a call: those kept, or new ones, not kept yet.
+
+        Args:
+            shape: batch, seq_len_q, num_heads_q and num_heads_k of the call.
+            cache_seqlens: (batch) int32, what a new plan is made for.
+
+        Raises:
+            RuntimeError: the plan that is kept was made for another shape.
+        """
         if self.shape is None:
             _, seq_len_q, num_heads_q, num_heads_k = shape
             # At least 1: a call without heads is refused by name when it gets there.
@@ -92,6 +101,7 @@ def get_mla_metadata(
     Raises:
         NotImplementedError: is_fp8_kvcache or topk is given: formats that flashmla does not compute
             yet.
+        TypeError, RuntimeError: what `flashmla.get_mla_metadata` raises.
     """
     _refuse_later_formats({"is_fp8_kvcache": is_fp8_kvcache or None, "topk": topk})
     if num_heads_per_head_k is None:

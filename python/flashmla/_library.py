@@ -29,8 +29,6 @@ _OK = 0
 _DEVICE_TYPES = {"cpu": 0, "cuda": 1}
 _DTYPES = {1: torch.bfloat16, 2: torch.float16, 3: torch.float32}
 _DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()} | {torch.int32: 4}
-
-
 _MAX_RANK = 5
 
 
@@ -208,7 +206,8 @@ def explain_selection(
 ) -> tuple[str, dict[str, str]]:
     """The kernel that the library would use, and the reason of each that declines before it.
 
-    Takes what `flash_mla_with_kvcache` takes, with shapes as documented there; `kernel` forces one.
+    Takes those arguments of `flash_mla_with_kvcache` that decide, with shapes as documented there;
+    `kernel` forces one.
 
     Raises:
         RuntimeError: a wrong argument, no kernel computes the call, or the forced one declines.

@@ -30,6 +30,9 @@ def is_flashmla_supported(
     Returns:
         `(True, None)`, or `(False, reason)`: the reason names what was found and what is needed.
         Starts no CUDA context.
+
+    Raises:
+        RuntimeError: torch knows no such device.
     """
     if _library.LOAD_ERROR is not None:
         return False, _library.LOAD_ERROR
@@ -89,7 +92,8 @@ def flash_mla_with_kvcache(
     """Multi-head latent attention of a decoding step over a paged cache, in absorbed form.
 
     Each cached vector is key (all of it) and value (its first `head_dim_v` components), as in the
-    DeepSeek-V2 report (arXiv:2405.04434). For query token t and head h of batch row i:
+    DeepSeek-V2 report (arXiv:2405.04434). Query head h reads the key/value head
+    h // (num_heads_q // num_heads_k); for query token t and head h of batch row i:
 
         score_j = softmax_scale * dot(q[i, t, h], k_j)     for the row's cached tokens j
         lse     = log(sum over visible j of exp(score_j))  natural logarithm
@@ -98,11 +102,14 @@ def flash_mla_with_kvcache(
     Args:
         q: (batch, seq_len_q, num_heads_q, head_dim), bfloat16 or float16; float32 on the CPU.
         k_cache: (num_blocks, page_block_size, num_heads_k, head_dim), dtype of q. Token j of row i
-            is `k_cache[block_table[i, j // page_block_size], j % page_block_size]`.
+            is `k_cache[block_table[i, j // page_block_size], j % page_block_size]`, a vector for
+            each key/value head.
         block_table: (batch, max_num_blocks_per_seq) int32. Entries past a row's last page may hold
             anything.
         cache_seqlens: (batch) int32, cached tokens of each row.
-        head_dim_v: components of a value.
+        head_dim_v: components of a value. (head_dim, head_dim_v) is one of (576, 512), (512, 512),
+            (320, 256), (288, 256), (192, 128), (128, 128), (96, 64), (64, 64); on a GPU one of the
+            first two.
         tile_scheduler_metadata: (num_sm_parts, 8) int32, from `get_mla_metadata`.
         num_splits: (batch + 1) int32, from `get_mla_metadata`.
         softmax_scale: default head_dim ** -0.5 (576: 0.0416667). A model's own scale is usually
@@ -172,6 +179,11 @@ def merge_attention_states(
     lses: torch.Tensor | Sequence[torch.Tensor],
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Merges attention over disjoint sets of tokens into attention over their union.
+
+        lse = log(sum over parts p of exp(lses[p]))
+        out = sum over parts p of exp(lses[p] - lse) * outs[p]
+
+    which is what one softmax over the union would give.
 
     Args:
         outs: (parts, batch, seq_len_q, num_heads_q, head_dim_v) bfloat16, float16 or float32, or a

@@ -6,7 +6,7 @@ import sys
 
 
 def main() -> None:
-    """Entry point. Ends with 0; 1 for a failed check or wrong input; 2 for wrong usage; 130."""
+    """Entry point. Ends with 0; 1: a failed check or wrong input; 2: wrong usage; 130: Ctrl-C."""
     try:
         import typer
 

@@ -48,6 +48,7 @@ def kernels() -> list[_library.Kernel]:
 
 
 def kernel_named(name: str) -> _library.Kernel:
+    """The kernel of that name; fails, listing all names, where there is none."""
     for kernel in kernels():
         if kernel.name == name:
             return kernel
