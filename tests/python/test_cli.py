@@ -178,7 +178,12 @@ def test_decode_writes_nan_for_a_row_that_no_part_walks(tmp_path, inputs):
         ),
         ({}, {}, [], "--head-dim-v"),
         ({}, {"head_dim_v": "many"}, [], "head_dim_v = 'many'; it must be of type int"),
-        ({}, {"head_dim_v": "512", "causal": "perhaps"}, [], "causal = 'perhaps'"),
+        (
+            {},
+            {"head_dim_v": "512", "causal": "perhaps"},
+            [],
+            "'perhaps'; it must be one of true, 1, false, 0",
+        ),
         ({}, {"head_dim_v": str(2**63)}, [], "head_dim_v is 9223372036854775808; it must be an"),
         ({}, {}, ["--head-dim-v", 3], "(head_dim, head_dim_v) is (576, 3)"),
         ({}, {}, ["--head-dim-v", 512, "--kernel", "best"], "--kernel is best; it must be one of"),

@@ -21,8 +21,6 @@ Value = TypeVar("Value", bool, int, float)
 
 REQUIRED = ("q", "k_cache", "block_table", "cache_seqlens")
 OPTIONAL = ("tile_scheduler_metadata", "num_splits", "visible_lens")
-
-
 BOOLS = {"true": True, "1": True, "false": False, "0": False}
 
 
@@ -36,7 +34,24 @@ def _read(path: Path) -> tuple[dict[str, torch.Tensor], dict[str, str]]:
         raise Failure(f"cannot read {path}: {error}") from None
 
 
-def _scalar(name: str, option: Value | None, metadata: dict[str, str], kind: type[Value]):
+def _check_names(path: Path, given: dict[str, torch.Tensor]) -> None:
+    """The file holds what a call needs, all of a plan or nothing of it, and nothing else."""
+    missing = [name for name in REQUIRED if name not in given]
+    unknown = [name for name in given if name not in REQUIRED + OPTIONAL]
+    if missing or unknown:
+        text = f"{path} has tensors {', '.join(sorted(given)) or 'none'}"
+        if missing:
+            text += f"; missing: {', '.join(missing)}"
+        if unknown:
+            text += f"; not known: {', '.join(unknown)}"
+        raise Failure(text)
+    if ("tile_scheduler_metadata" in given) != ("num_splits" in given):
+        raise Failure(f"{path} has half of a plan; give both of its tensors or neither")
+
+
+def _scalar(
+    name: str, option: Value | None, metadata: dict[str, str], kind: type[Value]
+) -> Value | None:
     """The option, else what the file's metadata says, else None."""
     if option is not None or name not in metadata:
         return option
@@ -44,9 +59,49 @@ def _scalar(name: str, option: Value | None, metadata: dict[str, str], kind: typ
     try:
         return BOOLS[text.lower()] if kind is bool else kind(text)
     except (KeyError, ValueError):
-        raise Failure(
-            f"the file's metadata has {name} = {text!r}; it must be of type {kind.__name__}"
-        ) from None
+        accepted = "one of " + ", ".join(BOOLS) if kind is bool else f"of type {kind.__name__}"
+        raise Failure(f"the file's metadata has {name} = {text!r}; it must be {accepted}") from None
+
+
+def _attend(
+    given: dict[str, torch.Tensor],
+    head_dim_v: int,
+    softmax_scale: float | None,
+    causal: bool,
+    kernel_index: int,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """out and softmax_lse, by the plan given or the library's; NaN where no part walks.
+
+    Raises:
+        RuntimeError: what the operators refuse.
+    """
+    check_int64("head_dim_v", head_dim_v)
+    q, k_cache = given["q"], given["k_cache"]
+    if "num_splits" in given:
+        plan = given["tile_scheduler_metadata"], given["num_splits"]
+    else:
+        # At least 1: too few heads are refused with the call, in its own terms.
+        heads = max(1, q.shape[1] * q.shape[2] // k_cache.shape[2])
+        plan = flashmla.get_mla_metadata(given["cache_seqlens"], heads, k_cache.shape[2])
+    # Rows that no part walks are left alone: what memory held before must not get into a file.
+    out_shape, lse_shape = result_shapes(q, head_dim_v)
+    out = torch.full(out_shape, math.nan, dtype=q.dtype if q.is_floating_point() else None)
+    softmax_lse = torch.full(lse_shape, math.nan)
+    torch.ops.flashmla.decode_out(
+        q,
+        k_cache,
+        head_dim_v,
+        given["cache_seqlens"],
+        given["block_table"],
+        softmax_scale,
+        causal,
+        *plan,
+        given.get("visible_lens"),
+        kernel_index,
+        out,
+        softmax_lse,
+    )
+    return out, softmax_lse
 
 
 def run(
@@ -69,24 +124,12 @@ def run(
     require_support("cpu")
     forced = -1 if kernel is None else kernel_named(kernel).index
     given, metadata = _read(tensors)
-    missing = [name for name in REQUIRED if name not in given]
-    unknown = [name for name in given if name not in REQUIRED + OPTIONAL]
-    if missing or unknown:
-        text = f"{tensors} has tensors {', '.join(sorted(given)) or 'none'}"
-        if missing:
-            text += f"; missing: {', '.join(missing)}"
-        if unknown:
-            text += f"; not known: {', '.join(unknown)}"
-        raise Failure(text)
-    plan = [given.get("tile_scheduler_metadata"), given.get("num_splits")]
-    if (plan[0] is None) != (plan[1] is None):
-        raise Failure(f"{tensors} has half of a plan; give both of its tensors or neither")
+    _check_names(tensors, given)
     head_dim_v = _scalar("head_dim_v", head_dim_v, metadata, int)
     if head_dim_v is None:
         raise Failure(f"head_dim_v is neither in the metadata of {tensors} nor given: --head-dim-v")
     softmax_scale = _scalar("softmax_scale", softmax_scale, metadata, float)
     causal = bool(_scalar("causal", causal, metadata, bool))
-    q, k_cache = given["q"], given["k_cache"]
     for name in ("q", "k_cache"):
         if given[name].dim() != 4 or 0 in given[name].shape[1:]:
             raise Failure(
@@ -94,29 +137,7 @@ def run(
                 "but the first may be empty"
             )
     try:
-        check_int64("head_dim_v", head_dim_v)
-        if plan[0] is None:
-            # At least 1: too few heads are refused with the call, in its own terms.
-            heads = max(1, q.shape[1] * q.shape[2] // k_cache.shape[2])
-            plan = flashmla.get_mla_metadata(given["cache_seqlens"], heads, k_cache.shape[2])
-        # Rows that no part walks are left alone: what memory held before must not get into a file.
-        out_shape, lse_shape = result_shapes(q, head_dim_v)
-        out = torch.full(out_shape, math.nan, dtype=q.dtype if q.is_floating_point() else None)
-        softmax_lse = torch.full(lse_shape, math.nan)
-        torch.ops.flashmla.decode_out(
-            q,
-            k_cache,
-            head_dim_v,
-            given["cache_seqlens"],
-            given["block_table"],
-            softmax_scale,
-            causal,
-            *plan,
-            given.get("visible_lens"),
-            forced,
-            out,
-            softmax_lse,
-        )
+        out, softmax_lse = _attend(given, head_dim_v, softmax_scale, causal, forced)
     except RuntimeError as error:
         raise Failure(str(error)) from None
     try:
