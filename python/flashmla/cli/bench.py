@@ -35,6 +35,7 @@ ONEDNN_ISA = {
     "avx512": "AVX512_CORE_BF16",
     "amx": "AVX512_CORE_AMX",
 }
+DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 POOL_BYTES = 1 << 30  # caches are rotated through a pool of this size, so that each call reads DRAM
 
 
@@ -305,6 +306,49 @@ def _measure_all(
     return rows
 
 
+def _show(rows: list[Row]) -> None:
+    table = Table(box=None)
+    left = ("workload", "isa", "of ceiling")
+    for name in (*left[:2], "threads", "us", "GFLOP/s", "GB/s", left[2], "torch us", "faster"):
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
+    for row in rows:
+        table.add_row(
+            row.workload,
+            row.isa,
+            str(row.threads),
+            f"{row.us:.0f}",
+            f"{row.gflops:.0f}",
+            f"{row.gbs:.1f}",
+            f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
+            f"{row.torch_us:.0f}",
+            f"{row.times_torch:.1f}x",
+        )
+    console.print(table)
+
+
+def _check_options(dtype: str, isa: list[str] | None, threads: list[int] | None) -> None:
+    """Those of the CPU that may hold a wrong word or number."""
+    if dtype not in DTYPES:
+        raise Failure(f"--dtype is {dtype}; it must be one of {', '.join(DTYPES)}")
+    if unknown := [word for word in isa or [] if word not in ONEDNN_ISA]:
+        raise Failure(f"--isa is {unknown[0]}; it must be one of {', '.join(ONEDNN_ISA)}")
+    if wrong := [count for count in threads or [] if count < 1]:
+        raise Failure(f"--threads is {wrong[0]}; it must be at least 1")
+
+
+def _cap_both_sides(isa: list[str] | None) -> str | None:
+    """Holds the library and torch to the one instruction set that is asked for, and names it.
+
+    A cap of the environment counts where no option is given. torch reads its own at its first
+    computation, which must be still to come.
+    """
+    cap = isa[0] if isa and len(isa) == 1 else None if isa else os.environ.get("FLASHMLA_ISA")
+    if cap in ONEDNN_ISA:
+        os.environ["FLASHMLA_ISA"] = cap
+        os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN_ISA[cap]
+    return cap
+
+
 def run(
     device: Annotated[str, typer.Option(help="cpu or cuda.")] = "cpu",
     isa: Annotated[
@@ -355,19 +399,8 @@ def run(
         return
     if kernel is not None:
         raise Failure("--kernel is given; on the CPU --isa decides")
-    dtypes = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-    if dtype not in dtypes:
-        raise Failure(f"--dtype is {dtype}; it must be one of {', '.join(dtypes)}")
-    if unknown := [word for word in isa or [] if word not in ONEDNN_ISA]:
-        raise Failure(f"--isa is {unknown[0]}; it must be one of {', '.join(ONEDNN_ISA)}")
-    if wrong := [count for count in threads or [] if count < 1]:
-        raise Failure(f"--threads is {wrong[0]}; it must be at least 1")
-    # A cap of the environment holds for both sides as well.
-    cap = isa[0] if isa and len(isa) == 1 else None if isa else os.environ.get("FLASHMLA_ISA")
-    if cap in ONEDNN_ISA:
-        # Read by both libraries at their first computation, which is still to come.
-        os.environ["FLASHMLA_ISA"] = cap
-        os.environ["ONEDNN_MAX_CPU_ISA"] = ONEDNN_ISA[cap]
+    _check_options(dtype, isa, threads)
+    cap = _cap_both_sides(isa)
     if memory is not None:
         _memory(memory)
         return
@@ -386,27 +419,11 @@ def run(
     else:
         counts = threads or sorted({1, torch.get_num_threads()})
         seconds = 0.2 if quick else 1.0
-        rows = _measure_all(todo, counts, dtypes[dtype], cap or "all", seconds, commit)
+        rows = _measure_all(todo, counts, DTYPES[dtype], cap or "all", seconds, commit)
     if as_json:
         print_json([asdict(row) for row in rows])
     else:
-        table = Table(box=None)
-        left = ("workload", "isa", "of ceiling")
-        for name in (*left[:2], "threads", "us", "GFLOP/s", "GB/s", left[2], "torch us", "faster"):
-            table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
-        for row in rows:
-            table.add_row(
-                row.workload,
-                row.isa,
-                str(row.threads),
-                f"{row.us:.0f}",
-                f"{row.gflops:.0f}",
-                f"{row.gbs:.1f}",
-                f"{row.percent_of_ceiling:.0f}% of {row.ceiling}",
-                f"{row.torch_us:.0f}",
-                f"{row.times_torch:.1f}x",
-            )
-        console.print(table)
+        _show(rows)
     if csv_path is not None:
         _write_csv(rows, csv_path)
     if plot is not None:
