@@ -63,6 +63,11 @@ std::vector<int> parse_counts(const char* word) {
 
 }  // namespace
 
+int parse_count(const char* word) {
+  const std::vector<int> counts = parse_counts(word);
+  return counts.size() == 1 ? counts[0] : 0;
+}
+
 Options parse_options(int count, char** words, const char* usage, const OtherOption& other) {
   Options options;
   for (int i = 1; i < count;) {
@@ -73,7 +78,8 @@ Options parse_options(int count, char** words, const char* usage, const OtherOpt
       options.num_threads = parse_counts(value);
       if (options.num_threads.empty()) taken = 0;
     } else if (word == "--calls" && value != nullptr) {
-      options.calls = std::max(1, std::atoi(value));
+      options.calls = parse_count(value);
+      if (options.calls == 0) taken = 0;
     } else if (const std::optional<Shape> shape = parse_shape(words[i])) {
       options.shapes.push_back(*shape);
       taken = 1;

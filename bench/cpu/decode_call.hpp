@@ -41,6 +41,9 @@ struct Options {
   std::vector<Shape> shapes;
 };
 
+// "7" and the like, at least 1; 0 where it is something else.
+int parse_count(const char* word);
+
 // Reads [--threads N[,N]...] [--calls N] [BATCH,LENGTH,HEADS,SEQ_LEN_Q]..., each number at least 1.
 // other(word, value): whether `word` is the program's own, with the word after it, if any, and how
 // many words that is. Prints `usage` and ends the program for anything else.

@@ -174,8 +174,8 @@ Options parse(int count, char** words, int& num_parts) {
       "[--threads N[,N]...] [--parts N] [--calls N] [BATCH,LENGTH,HEADS,SEQ_LEN_Q]...",
       [&](const std::string& word, const char* value) {
         if (word != "--parts" || value == nullptr) return 0;
-        num_parts = std::max(1, std::atoi(value));
-        return 2;
+        num_parts = parse_count(value);
+        return num_parts == 0 ? 0 : 2;
       });
   if (options.num_threads.empty()) {
     for (int n = 1; n <= omp_get_max_threads(); n *= 2) options.num_threads.push_back(n);
