@@ -428,8 +428,9 @@ constexpr const char* kDecodeSchema =
     "fwd_kvcache_mla(Tensor q, Tensor k_cache, int head_dim_v, Tensor cache_seqlens, "
     "Tensor block_table, float? softmax_scale, bool causal, Tensor tile_scheduler_metadata, "
     "Tensor num_splits) -> (Tensor, Tensor)";
+// SymInt: the number of query tokens may be dynamic in an exported program.
 constexpr const char* kPlanSchema =
-    "get_mla_metadata(Tensor cache_seqlens, int num_heads_per_head_k, int num_heads_k) "
+    "get_mla_metadata(Tensor cache_seqlens, SymInt num_heads_per_head_k, int num_heads_k) "
     "-> (Tensor, Tensor)";
 
 using torch::stable::detail::StableLibrary;

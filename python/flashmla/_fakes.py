@@ -154,6 +154,8 @@ def _get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k):
     # The meta device has no processor to ask; it answers as the CPU does.
     device = cache_seqlens.device
     where = torch.device("cpu") if device.type == "meta" else device
+    if where.type == "cpu" and isinstance(num_heads_per_head_k, torch.SymInt):
+        num_heads_per_head_k = 1  # any number of query rows has the same parts there
     num_parts = _library.plan_num_parts(where, int(num_heads_per_head_k), int(num_heads_k))
     metadata = cache_seqlens.new_empty((num_parts, 8))
     num_splits = cache_seqlens.new_empty((cache_seqlens.shape[0] + 1,))

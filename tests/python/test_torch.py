@@ -105,6 +105,20 @@ def test_an_exported_program_equals_the_call(inputs):
         assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
+def test_a_program_is_exported_for_any_number_of_query_tokens(inputs):
+    class Step(torch.nn.Module):
+        def forward(self, q, k_cache, block_table, cache_seqlens):
+            return step(q, k_cache, block_table, cache_seqlens)
+
+    arguments = (inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens)
+    tokens = torch.export.Dim("tokens", min=1, max=16)
+    program = torch.export.export(Step(), arguments, dynamic_shapes=({1: tokens}, None, None, None))
+    for count in (1, 2, 5):
+        given = (formula_inputs([130, 97, 0], 8, count).q, *arguments[1:])
+        found, expected = program.module()(*given), step(*given)
+        assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
+
+
 def test_fake_tensors_give_shapes_and_dtypes(inputs):
     with FakeTensorMode() as mode:
         fake = [
