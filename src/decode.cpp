@@ -1,6 +1,7 @@
 // The pipeline: validate, select, schedule, launch, combine.
 #include "decode.hpp"
 
+#include <cstdint>
 #include <string>
 #include <type_traits>
 
@@ -135,10 +136,11 @@ Status device_supported(const Device& device) {
 
 Result<std::int32_t> plan_num_parts(const Device& device, std::int64_t num_heads_per_head_k,
                                     std::int64_t num_heads_k, std::int32_t num_threads) {
-  if (num_heads_per_head_k < 1 || num_heads_k < 1) {
-    return Status::invalid_argument("(num_heads_per_head_k, num_heads_k) is (" +
-                                    std::to_string(num_heads_per_head_k) + ", " +
-                                    std::to_string(num_heads_k) + "); both must be at least 1");
+  for (const std::int64_t heads : {num_heads_per_head_k, num_heads_k}) {
+    if (heads >= 1 && heads <= INT32_MAX) continue;
+    return Status::invalid_argument(
+        "(num_heads_per_head_k, num_heads_k) is (" + std::to_string(num_heads_per_head_k) + ", " +
+        std::to_string(num_heads_k) + "); both must be between 1 and " + std::to_string(INT32_MAX));
   }
   if (Status status = device_supported(device); !status.ok()) return status;
   if (device.type == DeviceType::kCuda) {

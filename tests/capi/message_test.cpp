@@ -654,9 +654,14 @@ TEST(PlanNumPartsMessage, Heads) {
   std::int32_t parts = 42;
   EXPECT_EQ(flashmla_plan_num_parts(FLASHMLA_CPU, 0, 0, 1, 1, &parts), FLASHMLA_INVALID_ARGUMENT);
   expect_words(flashmla_last_error(),
-               {"(num_heads_per_head_k, num_heads_k) is (0, 1)", "at least 1"});
+               {"(num_heads_per_head_k, num_heads_k) is (0, 1)", "between 1 and 2147483647"});
   EXPECT_EQ(flashmla_plan_num_parts(FLASHMLA_CPU, 0, 1, -3, 1, &parts), FLASHMLA_INVALID_ARGUMENT);
   expect_words(flashmla_last_error(), {"is (1, -3)"});
+  // Their product would be 0 in 64 bits, by which a GPU's multiprocessors would be divided.
+  EXPECT_EQ(flashmla_plan_num_parts(FLASHMLA_CPU, 0, std::int64_t{1} << 38, std::int64_t{1} << 32,
+                                    1, &parts),
+            FLASHMLA_INVALID_ARGUMENT);
+  expect_words(flashmla_last_error(), {"is (274877906944, 4294967296)"});
   EXPECT_EQ(parts, 42);
 }
 
