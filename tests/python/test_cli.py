@@ -298,6 +298,9 @@ def test_wrong_arguments_and_environment_end_in_a_message(refusal, monkeypatch):
     assert "batch " in refusal("info", "--batch", 2**31)
     assert "page_block_size " in refusal("info", "--page", 2**40)
     assert "99999999999999/512" in refusal("info", "--head-dim", 99999999999999)
+    for size in ("batch", "seq-len-q", "heads", "kv-heads", "head-dim", "head-dim-v", "page"):
+        message = f"{size.replace('-', '_')} is {2**63}; it must be an integer of 64 bits"
+        assert message in refusal("info", f"--{size}", 2**63)
     assert "2147483647 queries" in refusal("info", "--heads", 2**31 - 1, "--seq-len-q", 2**31 - 1)
     monkeypatch.setenv("FLASHMLA_ISA", "fast")
     for command in ("info", "check", "demo", "bench"):
@@ -320,6 +323,13 @@ def test_output_that_cannot_be_written_ends_in_a_message():
     assert done.returncode == 1
     assert "No space left on device" in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_a_closed_standard_output_takes_what_is_written():
+    for command in ("info", "info --json", "--version"):
+        line = f"exec {sys.executable} -m flashmla {command} >&-"
+        done = subprocess.run(["sh", "-c", line], stderr=subprocess.PIPE, text=True, check=False)
+        assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_output_that_cannot_be_encoded_ends_in_a_message():
@@ -367,7 +377,8 @@ def test_bench_holds_both_sides_to_the_cap_of_the_environment(monkeypatch, capsy
     [
         (["--isa", "best"], "--isa is best; it must be one of portable, avx2"),
         (["--only", "nothing"], "no workload contains 'nothing'"),
-        (["--threads", 0], "--threads is 0; it must be at least 1"),
+        (["--threads", 0], "--threads is 0; it must be between 1 and "),
+        (["--threads", 2**63], f"--threads is {2**63}; it must be between 1 and "),
         (["--dtype", "int8"], "--dtype is int8"),
         (["--memory", "nan"], "--memory is nan; a cache needs 0.0001 to 2474 GB"),
         (["--memory", "inf"], "--memory is inf; a cache needs 0.0001 to 2474 GB"),

@@ -332,8 +332,11 @@ def _check_options(dtype: str, isa: list[str] | None, threads: list[int] | None)
         raise Failure(f"--dtype is {dtype}; it must be one of {', '.join(DTYPES)}")
     if unknown := [word for word in isa or [] if word not in ONEDNN_ISA]:
         raise Failure(f"--isa is {unknown[0]}; it must be one of {', '.join(ONEDNN_ISA)}")
-    if wrong := [count for count in threads or [] if count < 1]:
-        raise Failure(f"--threads is {wrong[0]}; it must be at least 1")
+    processors = os.cpu_count() or 1
+    if wrong := [count for count in threads or [] if not 1 <= count <= processors]:
+        raise Failure(
+            f"--threads is {wrong[0]}; it must be between 1 and {processors}, the processors here"
+        )
 
 
 def _cap_both_sides(isa: list[str] | None) -> str | None:

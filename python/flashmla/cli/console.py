@@ -13,7 +13,8 @@ import flashmla
 from flashmla import _library
 
 console = Console(highlight=False)
-if not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
+# None: the process was started with its standard output closed.
+if sys.stdout is not None and not sys.stdout.isatty() and not os.environ.get("COLUMNS"):
     console.width = 250  # a pipe or a file has no width to fold or cut a table for
 errors = Console(stderr=True)
 

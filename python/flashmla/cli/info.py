@@ -14,6 +14,7 @@ from rich.table import Table
 
 import flashmla
 from flashmla import _library
+from flashmla._checks import check_int64
 from flashmla.cli.console import Failure, console, kernels, print_json, require_support
 
 
@@ -120,7 +121,18 @@ def run(
     def ints(value: int, *shape: int) -> torch.Tensor:
         return torch.full((1,), value, dtype=torch.int32, device=device).expand(shape)
 
+    sizes = {
+        "batch": batch,
+        "seq_len_q": seq_len_q,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "head_dim_v": head_dim_v,
+        "page": page,
+    }
     try:
+        for name, size in sizes.items():
+            check_int64(name, size)
         vector = torch.zeros(head_dim, dtype=dtypes[dtype], device=device)
         call = (
             vector.expand(batch, seq_len_q, heads, head_dim),
