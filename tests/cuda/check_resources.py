@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Check, without a GPU, that no kernel spills registers or uses local memory.
 
-Usage: check_resources.py OBJECT... [--report FILE]
+Usage: check_resources.py OBJECT...
 
 Reads the resource usage that the assembler recorded in the objects' machine code with
 cuobjdump: the toolkit's, or the one in Triton's package.
@@ -22,9 +22,7 @@ USAGE = re.compile(r"Function (\S+):\s*\n\s*REG:(\d+) STACK:(\d+) SHARED:(\d+) L
 
 def find_cuobjdump() -> str | None:
     """Path of cuobjdump: on PATH, in the toolkit, or in an installed Triton."""
-    found = shutil.which("cuobjdump", path=None) or shutil.which(
-        "cuobjdump", path="/usr/local/cuda/bin"
-    )
+    found = shutil.which("cuobjdump") or shutil.which("cuobjdump", path="/usr/local/cuda/bin")
     if found:
         return found
     for folder in map(Path, sys.path):
@@ -38,7 +36,6 @@ def main() -> int:
     """Print one line a kernel and return the exit status."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("objects", nargs="+")
-    parser.add_argument("--report", help="write the table here as well")
     arguments = parser.parse_args()
     tool = find_cuobjdump()
     if tool is None:
@@ -61,8 +58,6 @@ def main() -> int:
         print("no kernel was found in the objects")
         return 1
     print("\n".join(lines))
-    if arguments.report:
-        Path(arguments.report).write_text("\n".join(lines) + "\n")
     return 1 if bad else 0
 
 
