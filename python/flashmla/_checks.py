@@ -18,6 +18,7 @@ ATTENTION_TENSORS = (
 
 
 def require_tensor(name: str, given: object, wanted: str = "a torch.Tensor") -> None:
+    """It is a tensor; else a TypeError says what it is and what is wanted."""
     if not isinstance(given, torch.Tensor):
         what = "None" if given is None else f"of type {type(given).__name__}"
         raise TypeError(f"{name} is {what}; it must be {wanted}") from None

@@ -144,6 +144,7 @@ def _last_error() -> str:
 
 
 def version() -> str:
+    """The version of the compiled library, "major.minor.patch"."""
     return library().flashmla_version().decode()
 
 

@@ -11,6 +11,31 @@ import typer
 
 from flashmla import _library
 from flashmla.cli.console import Failure, console, require_support
+from flashmla.demo.generate import PROMPT, Summary, generate
+
+
+def _show(summary: Summary, elapsed: float) -> None:
+    """What the run did, in `elapsed` seconds, and each token that is not the plain model's."""
+    console.print("\n")
+    console.print(
+        f"{summary.tokens} tokens after a prompt of {summary.prompt_tokens}: "
+        f"[bold]{summary.tokens_per_second:.0f} tokens/s[/] "
+        f"(prefill {summary.prefill_seconds * 1e3:.0f} ms; {elapsed:.1f} s with the check), "
+        f"{summary.pages} pages of a cache of {summary.cache_bytes / 1e6:.1f} MB"
+    )
+    equal = summary.tokens - summary.mismatches - summary.ties
+    ties = f", {summary.ties} ties within rounding" if summary.ties else ""
+    colour = "green" if summary.mismatches == 0 else "red"
+    console.print(
+        f"[bold {colour}]{equal} of {summary.tokens} tokens equal the plain PyTorch model's{ties}"
+        f"[/]; largest difference of a logit {summary.max_logit_difference:.1e}"
+    )
+    for index, step in enumerate(summary.steps):
+        if step.token != step.plain_token:
+            kind = "a tie within rounding" if step.tie else "a mismatch"
+            console.print(
+                f"  token {index}: {step.token}, the plain model's is {step.plain_token}: {kind}"
+            )
 
 
 def run(
@@ -28,8 +53,6 @@ def run(
     A plain PyTorch model with the same weights, unabsorbed and unpaged, runs beside it; each token
     must be the one that it would have written.
     """
-    from flashmla.demo.generate import PROMPT, Summary, generate
-
     require_support("cpu")
     # The model is so small that waking a second thread costs more than it gives, and on a busy
     # machine threads that wait for each other take minutes.
@@ -69,25 +92,6 @@ def run(
         raise Failure(str(error)) from None
     elapsed = time.perf_counter() - begin
 
-    console.print("\n")
-    console.print(
-        f"{summary.tokens} tokens after a prompt of {summary.prompt_tokens}: "
-        f"[bold]{summary.tokens_per_second:.0f} tokens/s[/] "
-        f"(prefill {summary.prefill_seconds * 1e3:.0f} ms; {elapsed:.1f} s with the check), "
-        f"{summary.pages} pages of a cache of {summary.cache_bytes / 1e6:.1f} MB"
-    )
-    equal = summary.tokens - summary.mismatches - summary.ties
-    ties = f", {summary.ties} ties within rounding" if summary.ties else ""
-    colour = "green" if summary.mismatches == 0 else "red"
-    console.print(
-        f"[bold {colour}]{equal} of {summary.tokens} tokens equal the plain PyTorch model's{ties}"
-        f"[/]; largest difference of a logit {summary.max_logit_difference:.1e}"
-    )
-    for index, step in enumerate(summary.steps):
-        if step.token != step.plain_token:
-            kind = "a tie within rounding" if step.tie else "a mismatch"
-            console.print(
-                f"  token {index}: {step.token}, the plain model's is {step.plain_token}: {kind}"
-            )
+    _show(summary, elapsed)
     if summary.mismatches:
         raise Failure(f"{summary.mismatches} tokens differ from the plain model's")

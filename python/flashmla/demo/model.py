@@ -35,6 +35,8 @@ Rotation = tuple[torch.Tensor, torch.Tensor]  # cosines and sines, each (tokens,
 
 @dataclass(frozen=True)
 class Config:
+    """Sizes of a model, named as in DeepSeek-V2's configuration."""
+
     vocab_size: int = 1024
     context_length: int = 1024
     hidden_size: int = 256
@@ -151,6 +153,8 @@ class FeedForward(nn.Module):
 
 
 class Layer(nn.Module):
+    """Attention and feed-forward network, each after a norm; who calls them adds what they give."""
+
     def __init__(self, config: Config):
         super().__init__()
         self.attention_norm = nn.RMSNorm(config.hidden_size, eps=config.norm_epsilon)
@@ -177,6 +181,7 @@ class LanguageModel(nn.Module):
                 nn.init.normal_(parameter, std=scale)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """(..., hidden) to (..., vocabulary)."""
         return F.linear(self.norm(hidden), self.embedding.weight)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -205,6 +210,7 @@ class LanguageModel(nn.Module):
         dtype: torch.dtype = torch.float32,
         device: torch.device | str = "cpu",
     ) -> LanguageModel:
+        """The model of a file of `save`, for inference."""
         with safe_open(str(path), framework="pt") as file:
             config = Config(**json.loads(file.metadata()["config"]))
         model = cls(config)
@@ -274,6 +280,7 @@ class PagedCache:
 
     @property
     def pages(self) -> int:
+        """Blocks in use."""
         return self.block_table.shape[1] - len(self.free)
 
     def grow(self, count: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -294,6 +301,7 @@ class PagedCache:
         return positions, blocks * self.page_size + positions % self.page_size
 
     def write(self, layer: int, slots: torch.Tensor, vectors: torch.Tensor) -> None:
+        """Puts vectors (count, cached_dim) into the slots (count) that `grow` gave."""
         self.pools[layer].view(-1, vectors.shape[-1])[slots] = vectors
 
 

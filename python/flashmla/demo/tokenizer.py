@@ -50,9 +50,11 @@ class Tokenizer:
 
     @classmethod
     def load(cls, path: Path) -> Tokenizer:
+        """The tokenizer of a file of `save`."""
         return cls(json.loads(path.read_text())["merges"])
 
     def save(self, path: Path) -> None:
+        """Writes JSON: an object whose `merges` are the pairs."""
         path.write_text(json.dumps({"merges": self.merges}, separators=(",", ":")) + "\n")
 
     @classmethod
