@@ -233,6 +233,17 @@ struct Workspace {
 
 // --- Calls ---------------------------------------------------------------------------------------
 
+// What the structs of all calls have in common.
+template <class Args>
+Args args_on(const Device& device) {
+  Args args{};
+  args.struct_size = sizeof(args);
+  args.device_type = device.type();
+  args.device_index = device.index();
+  args.stream = current_stream(device);
+  return args;
+}
+
 struct DecodeArguments {
   const Tensor& q;
   const Tensor& k_cache;
@@ -250,11 +261,7 @@ struct DecodeArguments {
 void decode_into(const DecodeArguments& given, const Tensor& out, const Tensor& softmax_lse) {
   const Device device("q", given.q);
   Workspace workspace{device, nullptr};
-  flashmla_decode_args args{};
-  args.struct_size = sizeof(args);
-  args.device_type = device.type();
-  args.device_index = device.index();
-  args.stream = current_stream(device);
+  auto args = args_on<flashmla_decode_args>(device);
   args.q = device.view("q", given.q, kValues);
   args.k_cache = device.view("k_cache", given.k_cache, values_like_q(args.q));
   args.block_table = device.view("block_table", given.block_table, kInts);
@@ -344,11 +351,7 @@ std::tuple<Tensor, Tensor> get_mla_metadata(const Tensor& cache_seqlens,
                                 &num_parts));
   Tensor metadata = device.empty({num_parts, 8}, torch_dtypes().int32);
   Tensor num_splits = device.empty({size_or_zero(cache_seqlens, 0) + 1}, torch_dtypes().int32);
-  flashmla_plan_args args{};
-  args.struct_size = sizeof(args);
-  args.device_type = device.type();
-  args.device_index = device.index();
-  args.stream = current_stream(device);
+  auto args = args_on<flashmla_plan_args>(device);
   args.cache_seqlens = device.view("cache_seqlens", cache_seqlens, kInts);
   args.num_heads_per_head_k = num_heads_per_head_k;
   args.num_heads_k = num_heads_k;
@@ -364,11 +367,7 @@ std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& outs, const Tens
                 heads = size_or_zero(outs, 3), head_dim_v = size_or_zero(outs, 4);
   Tensor out = device.empty({batch, tokens, heads, head_dim_v}, torch_dtype_of(outs));
   Tensor lse = device.empty({batch, heads, tokens}, torch_dtypes().float32);
-  flashmla_merge_args args{};
-  args.struct_size = sizeof(args);
-  args.device_type = device.type();
-  args.device_index = device.index();
-  args.stream = current_stream(device);
+  auto args = args_on<flashmla_merge_args>(device);
   args.outs = device.view("outs", outs, kValues);
   args.lses = device.view("lses", lses, kLogSums);
   args.out = device.view("out", out, kValues);
