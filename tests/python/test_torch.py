@@ -223,8 +223,11 @@ def test_full_graph_with_visible_lens(inputs):
     assert all(same_bits(a, b) for a, b in zip(found, expected, strict=True))
 
 
-def test_is_supported_on_the_cpu():
+def test_support_is_told_by_device():
     assert flashmla.is_flashmla_supported("cpu") == (True, None)
     supported, reason = flashmla.is_flashmla_supported("meta")
     assert not supported
     assert "meta" in reason
+    assert flashmla.is_flashmla_supported(0) == flashmla.is_flashmla_supported("cuda:0")
+    with pytest.raises(RuntimeError, match="abacus"):
+        flashmla.is_flashmla_supported("abacus")
