@@ -10,7 +10,7 @@ namespace {
 
 // cache_seqlens: 0 <= length <= limit.
 Status check_lengths(const std::int32_t* lengths, std::int64_t stride, std::int32_t batch,
-                     std::int64_t limit, const std::string& limit_meaning) {
+                     std::int64_t limit, const char* limit_meaning) {
   for (std::int32_t row = 0; row < batch; ++row) {
     const std::int32_t length = lengths[row * stride];
     if (length < 0 || length > limit) {
