@@ -533,6 +533,42 @@ TEST_P(Decode, NanStaysWithTheQueriesThatSeeIt) {
   }
 }
 
+TEST_P(Decode, NanInAQueryStaysInIt) {
+  for (const std::int64_t heads : {3, 40}) {
+    DecodeShape shape = shape_of({70, 200});
+    shape.seq_len_q = 2;
+    shape.causal = true;
+    shape.num_heads_q = heads;
+    shape.head_dim = 64;
+    shape.head_dim_v = 64;
+    DecodeCase call(shape);
+    for (const std::int32_t parts : {1, 3}) {
+      call.plan(parts);
+      ASSERT_NO_FATAL_FAILURE(run(call));
+      const std::vector<double> out = call.out.values(), lse = call.lse.values();
+      const double before = call.q.at(1, 0, 2, 5);
+      call.q.set(std::nan(""), 1, 0, 2, 5);
+      ASSERT_NO_FATAL_FAILURE(run(call));
+      call.q.set(before, 1, 0, 2, 5);
+      for (std::int64_t i = 0; i < 2; ++i) {
+        for (std::int64_t t = 0; t < 2; ++t) {
+          for (std::int64_t h = 0; h < heads; ++h) {
+            SCOPED_TRACE(std::to_string(i) + " " + std::to_string(t) + " " + std::to_string(h));
+            const bool has_nan = i == 1 && t == 0 && h == 2;
+            const double now = call.lse.at(i, h, t);
+            ASSERT_TRUE(has_nan ? std::isnan(now) : now == lse[(i * heads + h) * 2 + t]);
+            for (std::int64_t c = 0; c < 64; ++c) {
+              const double element = call.out.at(i, t, h, c);
+              ASSERT_TRUE(has_nan ? std::isnan(element)
+                                  : element == out[((i * 2 + t) * heads + h) * 64 + c]);
+            }
+          }
+        }
+      }
+    }
+  }
+}
+
 // --- visible_lens --------------------------------------------------------------------------------
 
 TEST_P(Decode, VisibleLensOfRaggedQueries) {
