@@ -114,7 +114,11 @@ FLASHMLA_API flashmla_status flashmla_plan(const flashmla_plan_args* args);
  *     out[i][t][h]         = sum over visible j of exp(score_j - lse) * k_j[:head_dim_v]
  *
  * A query that sees no token has out 0 and softmax_lse +inf. A row that no part of the plan walks
- * keeps what its results held. Entries of block_table past a row's last page may hold anything. */
+ * keeps what its results held. Entries of block_table past a row's last page may hold anything.
+ *
+ * (head_dim, head_dim_v) is one of (576, 512), (512, 512), (320, 256), (288, 256), (192, 128),
+ * (128, 128), (96, 64), (64, 64). q, k_cache and out step by 1 along their last dimension. On a GPU
+ * it is one of the first two pairs, and q and k_cache lie at and step by multiples of 16 bytes. */
 typedef struct flashmla_decode_args {
   size_t struct_size;
   int32_t device_type;

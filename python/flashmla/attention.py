@@ -121,7 +121,8 @@ def flash_mla_with_kvcache(
         softmax_lse: optional preallocated result, any strides. Neither shares memory with another
             tensor of the call.
 
-        q, k_cache and block_table may be strided (the last dimension of q and k_cache contiguous).
+        q, k_cache and block_table may be strided (the last dimension of q and k_cache contiguous;
+        on a GPU the addresses and other strides of these two are multiples of 16 bytes).
 
     Returns:
         out: (batch, seq_len_q, num_heads_q, head_dim_v), dtype of q.
