@@ -286,6 +286,7 @@ int main(int argc, char** argv) {
       {"lens h16 s1", uneven, 16, 1},
       {"lens h16 s4", uneven, 16, 4},
       {"1x1 h128 s1", same(1, 1), 128, 1},
+      {"1x1024 h128 s1", same(1, 1024), 128, 1},
       {"mixed h128 s1", mixed, 128, 1},
   };
   const Times gbs = measure_bandwidth(stream), tflops = measure_products(stream);

@@ -2,6 +2,8 @@
 
 #include <array>
 
+#include "tuning/divided.hpp"
+
 namespace flashmla::select {
 namespace {
 
@@ -14,7 +16,8 @@ enum CpuLine : std::int32_t {
 
 #if defined(FLASHMLA_WITH_CUDA)
 enum CudaLine : std::int32_t {
-#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows) \
+#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows, \
+                             form)                                                              \
   identifier,
 #include "backends/cuda/kernels.inc"
 #undef FLASHMLA_CUDA_KERNEL
@@ -32,10 +35,20 @@ constexpr std::int32_t capability_of(std::string_view architecture) {
 
 constexpr std::array kRows = {
 #if defined(FLASHMLA_WITH_CUDA)
-#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows) \
-  KernelRow{                                                                                    \
-      name,       architecture, DeviceType::kCuda,          dtype, 0, 0, identifier, head_dim,  \
-      head_dim_v, rows,         capability_of(architecture)},
+#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows, \
+                             form)                                                              \
+  KernelRow{name,                                                                               \
+            architecture,                                                                       \
+            DeviceType::kCuda,                                                                  \
+            dtype,                                                                              \
+            0,                                                                                  \
+            0,                                                                                  \
+            identifier,                                                                         \
+            head_dim,                                                                           \
+            head_dim_v,                                                                         \
+            rows,                                                                               \
+            capability_of(architecture),                                                        \
+            Form::form},
 #include "backends/cuda/kernels.inc"
 #undef FLASHMLA_CUDA_KERNEL
 #endif
@@ -135,8 +148,15 @@ bool is_usable(const KernelRow& row, const DeviceFacts& facts) {
   return (row.required & ~facts.cpu_features) == 0;
 }
 
-bool is_preferred(const KernelRow& row, const DeviceFacts& facts) {
-  return (row.preferred_with & ~facts.cpu_features) == 0;
+std::string why_not_preferred(const KernelRow& row, const Problem& problem,
+                              const DeviceFacts& facts) {
+  if (const CpuFeatures missing = row.preferred_with & ~facts.cpu_features; missing != 0) {
+    return "is slower than a later one without " + describe_cpu_features(missing);
+  }
+  if (row.form == Form::kDivided && !tuning::is_worth_dividing(problem)) {
+    return "is slower than a later one but for one row that block_table keeps short";
+  }
+  return {};
 }
 
 std::string decline_reason(const KernelRow& row, const Problem& problem, const DeviceFacts& facts) {
@@ -173,7 +193,9 @@ std::string decline_reason(const KernelRow& row, const Problem& problem, const D
 Result<const KernelRow*> select_kernel(const Problem& problem, const DeviceFacts& facts,
                                        std::string_view forced) {
   for (const KernelRow& row : kRows) {
-    if (forced.empty() ? !is_preferred(row, facts) : row.name != forced) continue;
+    if (forced.empty() ? !why_not_preferred(row, problem, facts).empty() : row.name != forced) {
+      continue;
+    }
     if (accepts(row, problem, facts)) return &row;
     if (!forced.empty()) {
       return Status::unsupported("kernel " + std::string(forced) + " " +
@@ -204,10 +226,7 @@ std::string explain(const Problem& problem, const DeviceFacts& facts, const Kern
   for (const KernelRow& row : kRows) {
     if (&row == chosen) break;
     std::string reason = decline_reason(row, problem, facts);
-    if (reason.empty() && !is_preferred(row, facts)) {
-      reason = "is slower than a later one without " +
-               describe_cpu_features(row.preferred_with & ~facts.cpu_features);
-    }
+    if (reason.empty()) reason = why_not_preferred(row, problem, facts);
     if (!reason.empty()) text += std::string(row.name) + ": " + reason + "\n";
   }
   return text;

@@ -12,6 +12,10 @@
 
 namespace flashmla::select {
 
+// How a CUDA kernel takes the query rows of a key/value head: a block takes all, which are few; a
+// few of any number; or 64 of any number.
+enum class Form : std::uint8_t { kNarrow, kDivided, kWide };
+
 // One line of a backend's kernels.inc.
 struct KernelRow {
   std::string_view name;
@@ -27,6 +31,7 @@ struct KernelRow {
   std::int32_t head_dim_v = 0;
   std::int32_t max_query_rows = 0;
   std::int32_t compute_capability = 0;  // of the GPUs that run it, 10 * major + minor
+  Form form = Form::kNarrow;
 };
 
 // What every CUDA kernel asks of a call: the copy engine reads rows at multiples of 16 bytes, the
@@ -53,8 +58,10 @@ std::string gpus_with_kernels();
 // Whether this machine can run the kernel at all, for some problem.
 bool is_usable(const KernelRow& row, const DeviceFacts& facts);
 
-// Whether a kernel that is usable stands at its place in the order of preference.
-bool is_preferred(const KernelRow& row, const DeviceFacts& facts);
+// Why a kernel that accepts is left to who asks for it by name; empty: it stands at its place in
+// the order of preference.
+std::string why_not_preferred(const KernelRow& row, const Problem& problem,
+                              const DeviceFacts& facts);
 
 // Why a row declines; empty when it accepts.
 std::string decline_reason(const KernelRow& row, const Problem& problem, const DeviceFacts& facts);

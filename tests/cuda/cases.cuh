@@ -494,6 +494,37 @@ inline void add_tensors(Cases& list) {
   }
 }
 
+// A sample of what is listed, for the kernel that divides query rows among blocks: it takes every
+// call, and is chosen for few.
+inline void add_divided(Cases& list) {
+  constexpr std::size_t kEvery = 3;
+  const std::size_t count = list.size();
+  for (std::size_t i = 0; i < count; i += kEvery) {
+    Case c = list[i];
+    if (!c.kernel.empty()) continue;
+    c.kernel = "sm90a_divided_" + type_name(c.dtype) + "_" + std::to_string(c.head_dim);
+    add(list, c);
+  }
+  // One row of which a plan cuts as much as there are blocks for, and a little more.
+  for (const auto& [dtype, head_dim] : kTypes) {
+    for (const Heads heads : {Heads{128, 1, 1}, {20, 1, 1}, {63, 1, 2}, {128, 2, 1}, {16, 1, 3}}) {
+      for (const std::int32_t length : {0, 1, 63, 64, 129, 1024, 2048, 2112}) {
+        Case c;
+        c.label = "one row";
+        c.dtype = dtype;
+        c.head_dim = head_dim;
+        c.num_heads_q = heads.q;
+        c.num_heads_k = heads.kv;
+        c.seq_len_q = heads.tokens;
+        c.lengths = {length};
+        c.causal = heads.tokens > 1;
+        c.tight = true;
+        add(list, c);
+      }
+    }
+  }
+}
+
 inline Cases cases(bool small) {
   Cases list;
   if (small) {
@@ -505,6 +536,7 @@ inline Cases cases(bool small) {
   add_merges(list);
   add_plans(list);
   add_tensors(list);
+  add_divided(list);
   return list;
 }
 

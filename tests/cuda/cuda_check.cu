@@ -49,7 +49,7 @@ void poison_workspace(const Instance& instance, int byte, bool unwritten) {
     return;
   }
   const Problem& p = instance.problem;
-  if (select_kernel(p, instance.spec.kernel).max_query_rows > 0) return;
+  if (select_kernel(p, instance.spec.kernel).form != select::Form::kWide) return;
   const std::size_t numbers =
       std::size_t{2} * p.num_parts * p.num_heads_k * p.query_rows() * p.head_dim_v;
   FLASHMLA_CUDA_REQUIRE(
@@ -500,10 +500,13 @@ __global__ void write_late(const __grid_constant__ LateWrites writes) {
 void check_late_writes() {
   cudaStream_t stream;
   FLASHMLA_CUDA_REQUIRE(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking));
-  for (const int heads : {8, 16, 64}) {
+  const std::pair<int, const char*> kernels[] = {
+      {8, ""}, {16, ""}, {64, ""}, {64, "sm90a_divided_bf16_576"}};
+  for (const auto& [heads, kernel] : kernels) {
     Case spec;
     spec.lengths = {300, 65, 700, 0, 130};
     spec.num_heads_q = heads;
+    spec.kernel = kernel;
     spec.seq_len_q = 2;
     spec.visible_lens = true;
     spec.plan = "random";
@@ -573,7 +576,8 @@ void check_late_writes() {
 // attention kernels.
 constexpr struct {
   std::int32_t batch, heads, tokens;
-} kPlanned[] = {{5, 8, 2}, {5, 16, 2}, {5, 64, 2}, {300, 16, 1}, {1100, 8, 1}, {8200, 1, 1}};
+} kPlanned[] = {{5, 8, 2},    {5, 16, 2},   {5, 64, 2},  {300, 16, 1},
+                {1100, 8, 1}, {8200, 1, 1}, {1, 128, 1}, {1, 20, 1}};
 
 // Every eighth row is longer than a block; which of them, and so the plan, depends on the seed.
 std::vector<std::int32_t> uneven_lengths(std::int32_t batch, std::uint32_t seed) {

@@ -88,13 +88,13 @@ MUTATIONS = [
     ),
     Mutation(
         "select/select.cpp",
-        "if (forced.empty() ? !is_preferred(row, facts) : row.name != forced) continue;",
-        "if (forced.empty() ? !is_preferred(row, facts) : row.name < forced) continue;",
+        "if (forced.empty() ? !why_not_preferred(row, problem, facts).empty() : row.name != forced) {",
+        "if (forced.empty() ? !why_not_preferred(row, problem, facts).empty() : row.name < forced) {",
         r"^Select\.|^Abi\.",
     ),
     Mutation(
         "select/select.cpp",
-        "if (forced.empty() ? !is_preferred(row, facts) : row.name != forced) continue;",
+        "if (forced.empty() ? !why_not_preferred(row, problem, facts).empty() : row.name != forced) {",
         "if (!forced.empty() && row.name != forced) continue;",
         r"^Select\.",
     ),

@@ -56,6 +56,48 @@ TEST(SelectCuda, FewestQueryRowsThatHoldTheCall) {
   EXPECT_EQ(chosen(problem_of(kBf16, 576, 128, 1, 8), kHopper), "sm90a_narrow16_bf16_576");
 }
 
+// A row of so many blocks' worth of pages in a batch of `batch`, for 128 heads.
+Problem row_of(std::int32_t blocks, std::int32_t heads = 128, std::int32_t batch = 1) {
+  Problem problem = problem_of(DType::kBFloat16, 576, heads);
+  problem.batch = batch;
+  problem.max_pages_per_row = blocks;
+  problem.num_parts = heads > 64 ? 66 : 132;
+  return problem;
+}
+
+TEST(SelectCuda, OneRowThatItsTableKeepsShortIsDivided) {
+  constexpr const char* kDivided = "sm90a_divided_bf16_576";
+  EXPECT_EQ(chosen(row_of(1), kHopper), kDivided);
+  EXPECT_EQ(chosen(row_of(32), kHopper), kDivided);
+  EXPECT_EQ(chosen(row_of(33), kHopper), "sm90a_wide_bf16_576");
+  EXPECT_EQ(chosen(row_of(66, 64), kHopper), kDivided);
+  EXPECT_EQ(chosen(row_of(67, 64), kHopper), "sm90a_wide_bf16_576");
+  EXPECT_EQ(chosen(row_of(66, 20), kHopper), kDivided);
+  EXPECT_EQ(chosen(row_of(67, 20), kHopper), "sm90a_narrow32_bf16_576");
+  EXPECT_EQ(chosen(row_of(1, 16), kHopper), "sm90a_narrow16_bf16_576");
+  EXPECT_EQ(chosen(row_of(1, 128, 2), kHopper), "sm90a_wide_bf16_576");
+  // What one part walks must not depend on the batch.
+  Problem problem = row_of(1);
+  problem.num_parts = 1;
+  EXPECT_EQ(chosen(problem, kHopper), "sm90a_wide_bf16_576");
+  // Pages of any size count by their tokens.
+  problem = row_of(8);
+  problem.page_size = 256;
+  EXPECT_EQ(chosen(problem, kHopper), kDivided);
+  problem.page_size = 257;
+  EXPECT_EQ(chosen(problem, kHopper), "sm90a_wide_bf16_576");
+}
+
+TEST(SelectCuda, WhyARowIsNotDivided) {
+  const Problem problem = row_of(33);
+  const auto row = select::select_kernel(problem, {0, kHopper}, {});
+  ASSERT_TRUE(row.ok());
+  EXPECT_NE(select::explain(problem, {0, kHopper}, row.value())
+                .find("sm90a_divided_bf16_576: is slower than a later one but for one row that "
+                      "block_table keeps short"),
+            std::string::npos);
+}
+
 TEST(SelectCuda, OtherGpusAndNone) {
   const Problem problem = problem_of(DType::kBFloat16, 576, 128);
   for (const std::int32_t capability : {80, 89, 100, 120}) {
@@ -131,7 +173,9 @@ TEST(SelectCuda, EveryKernelIsChosenForSomeCall) {
   for (const select::KernelRow& row : select::kernel_rows()) {
     if (row.device != DeviceType::kCuda) continue;
     const std::int32_t heads = row.max_query_rows == 0 ? 128 : row.max_query_rows;
-    EXPECT_EQ(chosen(problem_of(row.dtype, row.head_dim, heads), row.compute_capability), row.name);
+    Problem problem = problem_of(row.dtype, row.head_dim, heads);
+    if (row.form == select::Form::kDivided) problem.batch = 1;
+    EXPECT_EQ(chosen(problem, row.compute_capability), row.name);
   }
 }
 

@@ -15,19 +15,21 @@
 
 #include "backends/cuda/kernels.hpp"
 #include "select/select.hpp"
+#include "tuning/divided.hpp"
 #include "tuning/plan.hpp"
 
 namespace flashmla::cuda {
 namespace {
 
-constexpr std::int32_t kTileRows = 64;  // query rows of a block of the wide kernel
+constexpr std::int32_t kTileRows = tuning::kWholeRows;  // of a block of the wide kernel
 constexpr std::int64_t kAlignedElements = select::kCudaAlignment / 2;
 constexpr std::int64_t kMapStrideLimit = std::int64_t{1} << 39;  // of a tensor map, in elements
 static_assert(2 * select::kCudaMaxParts - 1 <= INT16_MAX, "Entry::detail holds a slot");
 
 // One line of the manifest after another, as selection numbers them.
 constexpr DecodeLaunch kLaunches[] = {
-#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows) \
+#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows, \
+                             form)                                                              \
   launch_##identifier,
 #include "backends/cuda/kernels.inc"
 #undef FLASHMLA_CUDA_KERNEL
@@ -115,9 +117,9 @@ Status encode_map(CUtensorMap& map, DType dtype, const void* data, std::int32_t 
   return {};
 }
 
-// The kernel for any number of query rows, which takes a tile in pieces.
+// The kernel that takes a tile in pieces.
 bool is_wide(const select::KernelRow& kernel) {
-  return kernel.max_query_rows == 0;
+  return kernel.form == select::Form::kWide;
 }
 
 // Strides of out that are stepped along, the others as 0: head, token, batch row.
@@ -311,6 +313,7 @@ Status decode(const Problem& problem, const select::KernelRow& kernel, void* wor
   if (guard.error() != cudaSuccess) return cuda_failure("cudaSetDevice", guard.error());
   DecodeParams params{};
   if (Status status = fill_params(params, problem, kernel, workspace); !status.ok()) return status;
+  if (kernel.form == select::Form::kDivided) params.divided_parts = tuning::divided_parts(problem);
   // The kernels for few query rows have statistics of their own.
   if (!is_wide(kernel)) {
     params.shape.warp_statistics =

@@ -16,7 +16,8 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kWarps = kThreads / 32;
 constexpr std::int32_t kHeadDimV = 512;
-#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows) \
+#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows, \
+                             form)                                                              \
   static_assert(head_dim_v == kHeadDimV);
 #include "backends/cuda/kernels.inc"
 #undef FLASHMLA_CUDA_KERNEL
@@ -163,8 +164,9 @@ struct FewWideResults : WideResults {
   static constexpr int kPartsInFlight = 8;
 };
 
-// Of the kernel for few query rows. They appear while it runs; it cleared their places before this
-// grid began. A warp's columns lie together, and each lane has the statistics of another warp.
+// Of the kernel whose blocks have few query rows. They appear while it runs; it cleared their
+// places before this grid began. A warp's columns lie together, and each lane has the statistics of
+// another warp.
 struct NarrowResults {
   static constexpr bool kAppear = true;
   // 128 registers at most, of which there are 112 beside a block of attention.

@@ -15,7 +15,8 @@ namespace flashmla::cuda {
 // Attention; returns cudaSuccess or why the launch failed. One function an instantiation, declared
 // by the manifest: kernels.inc.
 using DecodeLaunch = cudaError_t (*)(const DecodeParams& params, cudaStream_t stream);
-#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows) \
+#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows, \
+                             form)                                                              \
   cudaError_t launch_##identifier(const DecodeParams& params, cudaStream_t stream);
 #include "backends/cuda/kernels.inc"
 #undef FLASHMLA_CUDA_KERNEL

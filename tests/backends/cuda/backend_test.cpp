@@ -92,7 +92,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t) {
 
 namespace flashmla::cuda {
 
-#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows) \
+#define FLASHMLA_CUDA_KERNEL(identifier, name, architecture, dtype, head_dim, head_dim_v, rows, \
+                             form)                                                              \
   cudaError_t launch_##identifier(const DecodeParams&, cudaStream_t) {                          \
     return note(name);                                                                          \
   }

@@ -32,6 +32,70 @@ struct StagePosition {
   }
 };
 
+// What a block computes: query rows of a key/value head, for the parts of the plan from part() on
+// that stand step() apart. All query rows, for one part.
+struct UndividedPlace {
+  static constexpr bool kIsDivided = false;
+  static __device__ __forceinline__ std::int32_t part() { return blockIdx.z; }
+  static __device__ __forceinline__ std::int32_t kv_head() { return blockIdx.y; }
+  static __device__ __forceinline__ std::int32_t first_query_row() { return 0; }
+};
+
+// Some query rows, in a grid of fewer blocks a tile of them than there are parts. Made for plans
+// with work for the first parts alone.
+template <int kQueryRows>
+struct DividedPlace {
+  static constexpr bool kIsDivided = true;
+  static __device__ __forceinline__ std::int32_t part() { return blockIdx.z; }
+  static __device__ __forceinline__ std::int32_t step() { return gridDim.z; }
+  static __device__ __forceinline__ std::int32_t kv_head() { return blockIdx.y; }
+  static __device__ __forceinline__ std::int32_t first_query_row() {
+    return blockIdx.x * kQueryRows;
+  }
+};
+
+// The parts of the block that are still to come. All lanes of a warp.
+template <class Place>
+class LaterParts {
+ public:
+  // Asks which have work, ...
+  __device__ __forceinline__ explicit LaterParts(const CallShape& shape) {
+    if constexpr (Place::kIsDivided) {
+      const std::int32_t index = part_of(threadIdx.x % 32);
+      if (index < shape.num_parts) begin_row_ = shape.plan_rows[index * shape.plan_row_stride];
+    }
+  }
+  // ... and takes the answers.
+  __device__ __forceinline__ void count(const CallShape& shape) {
+    if constexpr (Place::kIsDivided) {
+      parts_ = __ballot_sync(~0u, begin_row_ >= 0 && begin_row_ < shape.batch);
+    }
+  }
+  __device__ __forceinline__ bool has_more() const { return Place::kIsDivided && parts_ != 0; }
+  __device__ __forceinline__ std::int32_t next() {
+    const std::int32_t part = part_of(__ffs(parts_) - 1);
+    parts_ &= parts_ - 1;
+    return part;
+  }
+
+ private:
+  // There are fewer than 32: see tuning::divided_parts().
+  static __device__ __forceinline__ std::int32_t part_of(std::int32_t index) {
+    if constexpr (Place::kIsDivided) return Place::part() + (index + 1) * Place::step();
+    return 0;
+  }
+
+  std::int32_t begin_row_ = -1;
+  std::uint32_t parts_ = 0;  // bit i: part_of(i) has work
+};
+
+// How many query rows the block has.
+template <class Traits, class Place>
+__device__ __forceinline__ std::int32_t query_rows_of_block(const CallShape& shape) {
+  return Place::kIsDivided ? min(shape.query_rows - Place::first_query_row(), Traits::kQueryRows)
+                           : shape.query_rows;
+}
+
 // --- Scout: the last warp ------------------------------------------------------------------------
 
 // The tile that the part begins with if plan, lengths and table are what the scout read before it
@@ -42,7 +106,7 @@ __device__ __forceinline__ Entry guessed_tile(const NarrowShared<Traits>& shared
   return {Entry::kTile, 0, shared.guess.row, shared.guess.block, 0, shared.guess.length};
 }
 
-template <class Traits>
+template <class Traits, class Place>
 class NarrowScout {
  public:
   __device__ __forceinline__ NarrowScout(const DecodeParams& params, NarrowShared<Traits>& shared)
@@ -51,23 +115,25 @@ class NarrowScout {
   // Before the grid may read anything: a guess of where it begins, and that tile into L2. Whatever
   // is found there leads to no other use.
   __device__ __forceinline__ void look_ahead() {
-    const FirstReads first = read_first(params_, blockIdx.z);
     const EarlyLoad load;
+    const FirstReads first = read_first(params_, Place::part());
     part_ = first.part;
     begin_length_ = first.length;
     const bool has_rows = part_.begin_row <= part_.end_row;
     const Share share = share_of_row(part_, part_.begin_row, begin_length_);
     const bool has_tiles = has_rows && share.begin_block < share.end_block;
-    const Entry tile{Entry::kTile, 0, part_.begin_row, share.begin_block, 0, begin_length_};
+    // A block that no row has may lie past what a token's number can hold.
+    TileGuess guess{0, 0, 0};
+    if (has_tiles) guess = {part_.begin_row, share.begin_block, begin_length_};
     if (threadIdx.x % 32 == 0) {
-      // A block that no row has may lie past what a token's number can hold.
-      shared_.guess = {has_tiles ? tile.row : 0, has_tiles ? tile.block : 0,
-                       has_tiles ? tile.length : 0};
+      shared_.guess = guess;
       ptx::mbarrier_arrive(ptx::shared_address(&shared_.guessed));
     }
     if (has_tiles && boxes_of_slice(params_) == 1) {
       const std::int32_t page = first.page_of(params_, share.begin_block << kTileRowsLog2);
-      if (threadIdx.x % 32 == 0) prefetch_tile(params_, tile.block, blockIdx.y, page);
+      if (threadIdx.x % 32 == 0) {
+        prefetch_tile(params_, share.begin_block, Place::kv_head(), page);
+      }
     }
     if (!has_rows) {
       part_ = {0, 0, 0, 0};
@@ -83,18 +149,27 @@ class NarrowScout {
   // what is asked for after the first tile, a fence too, comes after that.
   __device__ __forceinline__ void open_combine() const {
     const CallShape& shape = params_.shape;
-    const Part part = read_part(shape, blockIdx.z);
+    LaterParts<Place> later(shape);
+    const Part part = read_part(shape, Place::part());
     const std::int32_t begin_length = row_length(shape, part_.begin_row);
     const std::int32_t end_length = row_length(shape, part_.end_row);
     const int guessed = fragments(part_, begin_length_, end_length_);
-    clear_partials(guessed);
+    clear_partials(Place::part(), guessed);
     if (part.begin_row != part_.begin_row || part.begin_block != part_.begin_block ||
         part.end_row != part_.end_row || part.end_block != part_.end_block ||
         begin_length != begin_length_ || end_length != end_length_) {
       if (part.begin_row <= part.end_row) {
-        clear_partials(
-            fragments(part, row_length(shape, part.begin_row), row_length(shape, part.end_row)) &
-            ~guessed);
+        clear_partials(Place::part(), fragments(part) & ~guessed);
+      }
+    }
+    if constexpr (Place::kIsDivided) {
+      later.count(shape);
+      while (later.has_more()) {
+        const std::int32_t index = later.next();
+        const Part later_part = read_part(shape, index);
+        if (later_part.begin_row <= later_part.end_row) {
+          clear_partials(index, fragments(later_part));
+        }
       }
     }
     // The results may now take the places of the marks.
@@ -114,16 +189,23 @@ class NarrowScout {
     return slots;
   }
 
-  __device__ __forceinline__ void clear_partials(int slots) const {
+  __device__ __forceinline__ int fragments(const Part& part) const {
+    return fragments(part, row_length(params_.shape, part.begin_row),
+                     row_length(params_.shape, part.end_row));
+  }
+
+  __device__ __forceinline__ void clear_partials(std::int32_t part_index, int slots) const {
     if (slots == 0) return;
     const CallShape& shape = params_.shape;
 #pragma unroll 1
     for (int i = 0; i < 2; ++i) {
       if ((slots >> i & 1) == 0) continue;
-      const std::int64_t first = partial_index(shape, 2 * blockIdx.z + i, blockIdx.y, 0);
+      const std::int64_t first =
+          partial_index(shape, 2 * part_index + i, Place::kv_head(), Place::first_query_row());
+      const std::int32_t query_rows = query_rows_of_block<Traits, Place>(shape);
       set_marks(shape.partial_out + first * Traits::kHeadDimV,
-                shape.query_rows * (Traits::kHeadDimV / 8));
-      set_marks(shape.warp_statistics + first * kPartialWarps, shape.query_rows * kPartialWarps);
+                query_rows * (Traits::kHeadDimV / 8));
+      set_marks(shape.warp_statistics + first * kPartialWarps, query_rows * kPartialWarps);
     }
     ptx::fence_device();
     __syncwarp();
@@ -146,7 +228,19 @@ class NarrowScout {
 
 // --- Load: the warp before it --------------------------------------------------------------------
 
-template <class Traits>
+// The next entry of the block's parts. later: those that are still to come.
+template <class Place>
+__device__ __forceinline__ Entry next_entry_of_block(EntryWalk& walk, const CallShape& shape,
+                                                     LaterParts<Place>& later) {
+  Entry entry = next_entry(walk, shape);
+  while (entry.kind == Entry::kEnd && later.has_more()) {
+    begin_walk(walk, shape, later.next());
+    entry = next_entry(walk, shape);
+  }
+  return entry;
+}
+
+template <class Traits, class Place>
 class NarrowLoader {
  public:
   __device__ __forceinline__ NarrowLoader(const DecodeParams& params, NarrowShared<Traits>& shared)
@@ -158,8 +252,10 @@ class NarrowLoader {
     const Entry guess = guessed_tile(shared_);
     const Pages guessed_pages = pages_of(guess);
     EntryWalk walk;
-    begin_walk(walk, params_.shape, blockIdx.z, guess.row, [] {});
-    Entry entry = next_tile(walk);
+    LaterParts<Place> later(params_.shape);
+    begin_walk(walk, params_.shape, Place::part(), guess.row, [] {});
+    later.count(params_.shape);
+    Entry entry = next_tile(walk, later);
     const bool is_guess = entry.kind == Entry::kTile && entry.row == guess.row &&
                           entry.block == guess.block && entry.length == guess.length;
     Pages pages = is_guess ? guessed_pages : pages_of(entry);
@@ -172,15 +268,15 @@ class NarrowLoader {
       const std::uint32_t stage = ptx::shared_address(shared_.stages[position.stage]);
       if (boxes_of_slice(params_) > 1) {
         copy_tile_by_boxes<0, Traits::kSlices>(
-            params_, params_.k_map, entry.block, blockIdx.y,
+            params_, params_.k_map, entry.block, Place::kv_head(),
             [&](int box) { return box < 32 ? pages.near : pages.far; }, stage, full);
       } else if (threadIdx.x % 32 == 0) {
-        copy_whole_tile<0>(params_, params_.k_map, entry.block, blockIdx.y, pages.near, stage,
+        copy_whole_tile<0>(params_, params_.k_map, entry.block, Place::kv_head(), pages.near, stage,
                            full);
       }
       position.advance();
       // The next tile's pages are asked for before it waits for its stage.
-      entry = next_tile(walk);
+      entry = next_tile(walk, later);
       pages = pages_of(entry);
     }
   }
@@ -191,9 +287,9 @@ class NarrowLoader {
     std::int32_t near, far;
   };
 
-  __device__ __forceinline__ Entry next_tile(EntryWalk& walk) const {
+  __device__ __forceinline__ Entry next_tile(EntryWalk& walk, LaterParts<Place>& later) const {
     for (;;) {
-      const Entry entry = next_entry(walk, params_.shape);
+      const Entry entry = next_entry_of_block<Place>(walk, params_.shape, later);
       if (entry.kind == Entry::kTile || entry.kind == Entry::kEnd) return entry;
     }
   }
@@ -212,7 +308,7 @@ class NarrowLoader {
 
 // --- Compute: warpgroup 0 ------------------------------------------------------------------------
 
-template <class Traits>
+template <class Traits, class Place>
 class NarrowCompute {
   using Element = typename Traits::Element;
   static constexpr int kScores = Traits::kQueryRows / 2;  // of a thread: 2 tokens, kHeads each
@@ -228,9 +324,11 @@ class NarrowCompute {
     // The queries of the row that the part probably begins with are asked for with the plan.
     const std::int32_t guess = guessed_tile(shared_).row;
     EntryWalk walk;
-    begin_walk(walk, params_.shape, blockIdx.z, guess, [&] { load_queries(guess); });
+    LaterParts<Place> later(params_.shape);
+    begin_walk(walk, params_.shape, Place::part(), guess, [&] { load_queries(guess); });
+    later.count(params_.shape);
     for (;;) {
-      const Entry entry = next_entry(walk, params_.shape);
+      const Entry entry = next_entry_of_block<Place>(walk, params_.shape, later);
       if (entry.kind == Entry::kEnd) return;
       if (entry.kind == Entry::kEmptyRow) {
         write_empty(entry.row);
@@ -255,9 +353,17 @@ class NarrowCompute {
   __device__ __forceinline__ int column(int i) const { return i / 2 * 8 + lane_ % 4 * 2 + i % 2; }
 
   __device__ __forceinline__ std::int32_t visible_of(const Entry& entry, int query_row) const {
-    const std::int32_t token =
-        params_.shape.heads_per_kv_head.quotient(min(query_row, params_.shape.query_rows - 1));
+    const std::int32_t token = params_.shape.heads_per_kv_head.quotient(
+        Place::first_query_row() + min(query_row, query_rows() - 1));
     return visible_tokens(params_, entry.row, token, entry.length);
+  }
+
+  __device__ __forceinline__ std::int32_t query_rows() const {
+    return query_rows_of_block<Traits, Place>(params_.shape);
+  }
+  // Query row of the block, as token and head.
+  __device__ __forceinline__ QueryRow query_at(int query_row) const {
+    return query_row_at(params_.shape, Place::kv_head(), Place::first_query_row() + query_row);
   }
 
   __device__ __forceinline__ void start_row(const Entry& entry) {
@@ -281,8 +387,8 @@ class NarrowCompute {
     for (int query_row = threadIdx.x / kRowThreads; query_row < Traits::kQueryRows;
          query_row += Traits::kComputeThreads / kRowThreads) {
       uint4 values[Traits::kSlices] = {};
-      if (query_row < params_.shape.query_rows) {
-        const QueryRow query = query_row_at(params_.shape, blockIdx.y, query_row);
+      if (query_row < query_rows()) {
+        const QueryRow query = query_at(query_row);
         const Element* from =
             q + query.token * params_.q_token_stride + query.head * params_.q_head_stride;
 #pragma unroll
@@ -513,6 +619,8 @@ class NarrowCompute {
     } else {
       finish_fragment(slot);
     }
+    // A later part may begin with the same row, whose queries lie under its output now.
+    if constexpr (Place::kIsDivided) loaded_row_ = -1;
     // Queries and reduction are free for the next row.
     synchronise();
   }
@@ -536,8 +644,7 @@ class NarrowCompute {
     synchronise();
     constexpr int kChunks = Traits::kHeadDimV / 8;
 #pragma unroll 2
-    for (int i = threadIdx.x; i < params_.shape.query_rows * kChunks;
-         i += Traits::kComputeThreads) {
+    for (int i = threadIdx.x; i < query_rows() * kChunks; i += Traits::kComputeThreads) {
       store_row_chunk(out_row(row, i / kChunks) + i % kChunks * 8,
                       ptx::load_shared_16(staged(i / kChunks, i % kChunks)),
                       params_.shape.out_is_aligned);
@@ -547,7 +654,8 @@ class NarrowCompute {
   // Each warp for itself: it waits for no other, and nothing is divided by sums.
   __device__ __forceinline__ void finish_fragment(std::int32_t slot) {
     const CallShape& shape = params_.shape;
-    const std::int64_t first = partial_index(shape, slot, blockIdx.y, 0);
+    const std::int64_t first =
+        partial_index(shape, slot, Place::kv_head(), Place::first_query_row());
     // Each query row has a scale of its own: their magnitudes have nothing to do with each other.
     float scale[kHeads];
 #pragma unroll
@@ -573,7 +681,7 @@ class NarrowCompute {
       WarpStatistics* statistics = shape.warp_statistics + first * kPartialWarps + warp_;
 #pragma unroll
       for (int i = 0; i < kHeads; ++i) {
-        if (column(i) >= shape.query_rows) continue;
+        if (column(i) >= query_rows()) continue;
         ptx::store_whole_16(statistics + column(i) * kPartialWarps,
                             uint4{__float_as_uint(reference_[i]), __float_as_uint(sum_[i]),
                                   __float_as_uint(scale[i]), 0});
@@ -586,7 +694,7 @@ class NarrowCompute {
     uint4* out = reinterpret_cast<uint4*>(shape.partial_out + first * Traits::kHeadDimV) +
                  warp_ * kChunks + lane_ % kChunks;
 #pragma unroll 1
-    for (int base = lane_ / kChunks; base < shape.query_rows; base += 2 * kCount) {
+    for (int base = lane_ / kChunks; base < query_rows(); base += 2 * kCount) {
       uint4 values[kCount];
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
@@ -595,7 +703,7 @@ class NarrowCompute {
 #pragma unroll
       for (int i = 0; i < kCount; ++i) {
         const int query_row = base + 2 * i;
-        if (query_row < shape.query_rows) {
+        if (query_row < query_rows()) {
           ptx::store_whole_16(out + query_row * (Traits::kHeadDimV / 8), values[i]);
         }
       }
@@ -610,8 +718,8 @@ class NarrowCompute {
       sum += shared_.reduction[query_row][warp];
     }
     shared_.factor[query_row] = inverse_sum(sum);
-    if (query_row >= params_.shape.query_rows) return;
-    *lse_at(params_.shape, row, query_row_at(params_.shape, blockIdx.y, query_row)) =
+    if (query_row >= query_rows()) return;
+    *lse_at(params_.shape, row, query_at(query_row)) =
         natural_lse(shared_.reference[query_row], sum);
   }
 
@@ -648,18 +756,17 @@ class NarrowCompute {
 
   __device__ __forceinline__ Element* out_row(std::int32_t row, int query_row) const {
     return static_cast<Element*>(params_.shape.out) +
-           out_offset(params_.shape, row, query_row_at(params_.shape, blockIdx.y, query_row));
+           out_offset(params_.shape, row, query_at(query_row));
   }
 
   __device__ __forceinline__ void write_empty(std::int32_t row) {
     constexpr int kChunks = Traits::kHeadDimV / 8;
-    for (int i = threadIdx.x; i < params_.shape.query_rows * kChunks;
-         i += Traits::kComputeThreads) {
+    for (int i = threadIdx.x; i < query_rows() * kChunks; i += Traits::kComputeThreads) {
       store_row_chunk(out_row(row, i / kChunks) + i % kChunks * 8, uint4{0, 0, 0, 0},
                       params_.shape.out_is_aligned);
     }
-    if (static_cast<int>(threadIdx.x) < params_.shape.query_rows) {
-      *lse_at(params_.shape, row, query_row_at(params_.shape, blockIdx.y, threadIdx.x)) = kInfinity;
+    if (static_cast<int>(threadIdx.x) < query_rows()) {
+      *lse_at(params_.shape, row, query_at(threadIdx.x)) = kInfinity;
     }
   }
 
@@ -675,7 +782,7 @@ class NarrowCompute {
   float accumulators_[Traits::kValueSlices][kScores] = {};
 };
 
-template <class Traits>
+template <class Traits, class Place>
 __global__ void __launch_bounds__(Traits::kThreads, 1)
     narrow_kernel(const __grid_constant__ DecodeParams params) {
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
@@ -694,7 +801,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   __syncthreads();
   const int warp = threadIdx.x / 32;
   if (warp > Traits::kLoadWarp) {
-    NarrowScout<Traits> scout(params, shared);
+    NarrowScout<Traits, Place> scout(params, shared);
     scout.look_ahead();
     ptx::wait_for_previous_grid();
     scout.open_combine();
@@ -702,9 +809,9 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   ptx::wait_for_previous_grid();
   if (warp < Traits::kLoadWarp) {
-    NarrowCompute<Traits>(params, shared).run();
+    NarrowCompute<Traits, Place>(params, shared).run();
   } else {
-    NarrowLoader<Traits>(params, shared).run();
+    NarrowLoader<Traits, Place>(params, shared).run();
   }
 }
 

@@ -39,6 +39,11 @@ struct NarrowTraits {
   static_assert(kQueryRows == 16 || kQueryRows == 32);
 };
 
+// Where a part probably begins. length 0: with no tile.
+struct TileGuess {
+  std::int32_t row, block, length;
+};
+
 template <class Traits>
 struct NarrowShared {  // at a multiple of 1024 bytes
   std::uint8_t stages[Traits::kStages][Traits::kTileBytes];
@@ -52,9 +57,7 @@ struct NarrowShared {  // at a multiple of 1024 bytes
   std::uint64_t empty[Traits::kStages];
   std::uint64_t guessed;  // the scout has written `guess`
   std::uint64_t opened;   // the scout has marked where results go
-  struct {
-    std::int32_t row, block, length;
-  } guess;  // of the tile that the part probably begins with
+  TileGuess guess;
 };
 
 // Of 228 KB a multiprocessor; what is left holds blocks of the combine.

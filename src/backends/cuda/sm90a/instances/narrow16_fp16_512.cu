@@ -6,8 +6,9 @@ namespace flashmla::cuda {
 
 cudaError_t launch_narrow16_fp16_512(const DecodeParams& params, cudaStream_t stream) {
   using Traits = sm90a::NarrowTraits<__half, 512, 16>;
-  return sm90a::launch<sm90a::narrow_kernel<Traits>>(params, Traits::kQueryRows, Traits::kThreads,
-                                                     sizeof(sm90a::NarrowShared<Traits>), stream);
+  return sm90a::launch<sm90a::narrow_kernel<Traits, sm90a::UndividedPlace>>(
+      params, Traits::kQueryRows, params.shape.num_parts, Traits::kThreads,
+      sizeof(sm90a::NarrowShared<Traits>), stream);
 }
 
 }  // namespace flashmla::cuda
