@@ -88,14 +88,14 @@ MUTATIONS = [
     ),
     Mutation(
         "select/select.cpp",
-        "if (forced.empty() ? !why_not_preferred(row, problem, facts).empty() : row.name != forced) {",
-        "if (forced.empty() ? !why_not_preferred(row, problem, facts).empty() : row.name < forced) {",
+        ".empty() : row.name != forced) {",
+        ".empty() : row.name < forced) {",
         r"^Select\.|^Abi\.",
     ),
     Mutation(
         "select/select.cpp",
-        "if (forced.empty() ? !why_not_preferred(row, problem, facts).empty() : row.name != forced) {",
-        "if (!forced.empty() && row.name != forced) continue;",
+        "forced.empty() ? !why_not_preferred(row, problem, facts).empty() :",
+        "forced.empty() ? false :",
         r"^Select\.",
     ),
     Mutation(
