@@ -28,7 +28,7 @@ ALLOWED = {
     "tuning": set(),
     "problem": {"kv"},
     "combine": {"kv", "problem"},
-    "select": {"kv", "problem"},
+    "select": {"kv", "problem", "tuning"},
     "schedule": {"kv", "problem", "tuning"},
 }
 # What any backend may include besides itself.

@@ -119,6 +119,13 @@ bool accepts(const KernelRow& row, const Problem& problem, const DeviceFacts& fa
          (row.device != DeviceType::kCuda || cuda_reason(problem).empty());
 }
 
+// What a row of block_table can hold, in blocks of the plan.
+std::int64_t most_blocks(const Problem& problem) {
+  return (static_cast<std::int64_t>(problem.max_pages_per_row) * problem.page_size + kBlockTokens -
+          1) /
+         kBlockTokens;
+}
+
 }  // namespace
 
 std::span<const KernelRow> kernel_rows() {
@@ -153,7 +160,9 @@ std::string why_not_preferred(const KernelRow& row, const Problem& problem,
   if (const CpuFeatures missing = row.preferred_with & ~facts.cpu_features; missing != 0) {
     return "is slower than a later one without " + describe_cpu_features(missing);
   }
-  if (row.form == Form::kDivided && !tuning::is_worth_dividing(problem)) {
+  if (row.form == Form::kDivided &&
+      !tuning::is_worth_dividing(problem.batch, most_blocks(problem), problem.num_parts,
+                                 problem.query_rows())) {
     return "is slower than a later one but for one row that block_table keeps short";
   }
   return {};
