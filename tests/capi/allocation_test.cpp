@@ -2,6 +2,7 @@
 #include <gtest/gtest.h>
 
 #include "support/allocations.hpp"
+#include "support/calls.hpp"
 #include "support/decode_case.hpp"
 #include "support/kernels.hpp"
 
@@ -56,25 +57,14 @@ TEST(Allocation, DecodeNeedsNoneWithAnyKernel) {
 TEST(Allocation, PlanAndMergeNeedNone) {
   const Array lengths = int32_array({3}, {130, 0, 65});
   const Array rows(DType::kInt32, {4, 8}), splits(DType::kInt32, {4});
-  flashmla_plan_args plan{};
-  plan.struct_size = sizeof(plan);
-  plan.cache_seqlens = lengths.tensor();
-  plan.num_heads_per_head_k = 16;
-  plan.num_heads_k = 1;
-  plan.tile_scheduler_metadata = rows.tensor();
-  plan.num_splits = splits.tensor();
+  const flashmla_plan_args plan = plan_args(lengths, rows, splits);
   flashmla_status status = FLASHMLA_INTERNAL;
   EXPECT_EQ(allocations_of([&] { status = flashmla_plan(&plan); }), 0);
   EXPECT_EQ(status, FLASHMLA_OK) << flashmla_last_error();
 
   const Array outs(DType::kFloat16, {2, 3, 1, 4, 64}), lses(DType::kFloat32, {2, 3, 4, 1});
   const Array out(DType::kFloat16, {3, 1, 4, 64}), lse(DType::kFloat32, {3, 4, 1});
-  flashmla_merge_args merge{};
-  merge.struct_size = sizeof(merge);
-  merge.outs = outs.tensor();
-  merge.lses = lses.tensor();
-  merge.out = out.tensor();
-  merge.lse = lse.tensor();
+  const flashmla_merge_args merge = merge_args(outs, lses, out, lse);
   EXPECT_EQ(allocations_of([&] { status = flashmla_merge(&merge, nullptr); }), 0);
   EXPECT_EQ(status, FLASHMLA_OK) << flashmla_last_error();
 }

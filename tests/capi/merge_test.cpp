@@ -3,6 +3,7 @@
 
 #include <cmath>
 
+#include "support/calls.hpp"
 #include "support/compare.hpp"
 #include "support/decode_case.hpp"
 #include "support/executors.hpp"
@@ -37,15 +38,7 @@ struct MergeCase {
       }
     }
   }
-  flashmla_merge_args args() const {
-    flashmla_merge_args args{};
-    args.struct_size = sizeof(args);
-    args.outs = outs.tensor();
-    args.lses = lses.tensor();
-    args.out = out.tensor();
-    args.lse = lse.tensor();
-    return args;
-  }
+  flashmla_merge_args args() const { return merge_args(outs, lses, out, lse); }
   flashmla_status run(const flashmla_executor* executor = nullptr) {
     out.refill(kUnwritten);
     lse.refill(kUnwritten);

@@ -8,6 +8,7 @@
 #include <string>
 #include <vector>
 
+#include "support/calls.hpp"
 #include "support/decode_case.hpp"
 
 namespace flashmla::testing {
@@ -636,13 +637,7 @@ INSTANTIATE_TEST_SUITE_P(Checks, PlanCallMessage, ::testing::ValuesIn(kBadPlanCa
 TEST_P(PlanCallMessage, NamesTheArgumentAndWritesNothing) {
   const Array lengths = int32_array({3}, {130, 0, 65});
   const Array rows(DType::kInt32, {4, 8}, kUnwritten), splits(DType::kInt32, {4}, kUnwritten);
-  flashmla_plan_args args{};
-  args.struct_size = sizeof(args);
-  args.cache_seqlens = lengths.tensor();
-  args.num_heads_per_head_k = 16;
-  args.num_heads_k = 1;
-  args.tile_scheduler_metadata = rows.tensor();
-  args.num_splits = splits.tensor();
+  flashmla_plan_args args = plan_args(lengths, rows, splits);
   GetParam().spoil(args);
   EXPECT_EQ(flashmla_plan(&args), GetParam().status);
   expect_words(flashmla_last_error(), GetParam().words);
@@ -744,12 +739,7 @@ TEST_P(MergeMessage, NamesTheArgumentAndWritesNothing) {
   const Array outs(DType::kBFloat16, {2, 3, 4, 5, 64}), lses(DType::kFloat32, {2, 3, 5, 4});
   const Array out(DType::kBFloat16, {3, 4, 5, 64}, kUnwritten);
   const Array lse(DType::kFloat32, {3, 5, 4}, kUnwritten);
-  flashmla_merge_args args{};
-  args.struct_size = sizeof(args);
-  args.outs = outs.tensor();
-  args.lses = lses.tensor();
-  args.out = out.tensor();
-  args.lse = lse.tensor();
+  flashmla_merge_args args = merge_args(outs, lses, out, lse);
   GetParam().spoil(args);
   EXPECT_EQ(flashmla_merge(&args, nullptr), GetParam().status);
   expect_words(flashmla_last_error(), GetParam().words);

@@ -4,6 +4,7 @@
 #include <random>
 
 #include "support/array.hpp"
+#include "support/calls.hpp"
 #include "support/decode_case.hpp"
 #include "support/plan_check.hpp"
 
@@ -17,13 +18,7 @@ struct PlanCall {
         splits(DType::kInt32, {static_cast<std::int64_t>(lengths.size()) + 1}, kUnwritten) {}
 
   flashmla_status run() {
-    flashmla_plan_args args{};
-    args.struct_size = sizeof(args);
-    args.cache_seqlens = lengths_array.tensor();
-    args.num_heads_per_head_k = 128;
-    args.num_heads_k = 1;
-    args.tile_scheduler_metadata = rows.tensor();
-    args.num_splits = splits.tensor();
+    const flashmla_plan_args args = plan_args(lengths_array, rows, splits, 128);
     return flashmla_plan(&args);
   }
   static std::vector<std::int32_t> ints(const Array& array) {

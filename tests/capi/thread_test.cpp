@@ -6,6 +6,7 @@
 #include <thread>
 #include <vector>
 
+#include "support/calls.hpp"
 #include "support/decode_case.hpp"
 #include "support/executors.hpp"
 #include "support/kernels.hpp"
@@ -82,13 +83,7 @@ TEST(Threads, PlanMergeErrorsAndLists) {
     for (int round = 0; round < 20; ++round) {
       const Array lengths = int32_array({3}, {1000 + thread, 0, 65});
       const Array rows(DType::kInt32, {thread + 1, 8}), splits(DType::kInt32, {4});
-      flashmla_plan_args plan{};
-      plan.struct_size = sizeof(plan);
-      plan.cache_seqlens = lengths.tensor();
-      plan.num_heads_per_head_k = 16;
-      plan.num_heads_k = 1;
-      plan.tile_scheduler_metadata = rows.tensor();
-      plan.num_splits = splits.tensor();
+      flashmla_plan_args plan = plan_args(lengths, rows, splits);
       if (flashmla_plan(&plan) != FLASHMLA_OK) ++failures;
 
       plan.num_heads_k = -thread;
@@ -104,12 +99,7 @@ TEST(Threads, PlanMergeErrorsAndLists) {
         for (std::int64_t c = 0; c < 64; ++c) outs.set(thread + 0.5, 0, 0, 0, h, c);
       }
       const Array out(DType::kFloat32, {1, 1, 2, 64}), lse(DType::kFloat32, {1, 2, 1});
-      flashmla_merge_args merge{};
-      merge.struct_size = sizeof(merge);
-      merge.outs = outs.tensor();
-      merge.lses = lses.tensor();
-      merge.out = out.tensor();
-      merge.lse = lse.tensor();
+      const flashmla_merge_args merge = merge_args(outs, lses, out, lse);
       TestExecutor executor = thread_executor(2);
       if (flashmla_merge(&merge, executor.get()) != FLASHMLA_OK) ++failures;
       if (out.at(0, 0, 1, 63) != thread + 0.5 || lse.at(0, 1, 0) != thread) ++failures;

@@ -4,6 +4,8 @@
 #include <cmath>
 #include <cstring>
 
+#include "support/calls.hpp"
+
 namespace flashmla::testing {
 namespace {
 
@@ -144,13 +146,9 @@ flashmla_decode_args DecodeCase::args() const {
 
 void DecodeCase::plan(std::int32_t num_parts) {
   plan_rows = Array(DType::kInt32, {num_parts, 8});
-  flashmla_plan_args args{};
-  args.struct_size = sizeof(args);
-  args.cache_seqlens = cache_seqlens.tensor();
-  args.num_heads_per_head_k = shape.seq_len_q * shape.num_heads_q / shape.num_heads_k;
-  args.num_heads_k = shape.num_heads_k;
-  args.tile_scheduler_metadata = plan_rows.tensor();
-  args.num_splits = num_splits.tensor();
+  const flashmla_plan_args args =
+      plan_args(cache_seqlens, plan_rows, num_splits,
+                shape.seq_len_q * shape.num_heads_q / shape.num_heads_k, shape.num_heads_k);
   if (flashmla_plan(&args) != FLASHMLA_OK) std::abort();
 }
 
