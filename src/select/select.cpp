@@ -183,13 +183,16 @@ std::string decline_reason(const KernelRow& row, const Problem& problem, const D
                 : ", this one has " + capability_name(facts.compute_capability));
   }
   if (!takes_shape(row, problem)) {
-    std::string reason =
-        "computes (" + std::to_string(row.head_dim) + ", " + std::to_string(row.head_dim_v) + ")";
+    const auto dims = [](std::int32_t head_dim, std::int32_t head_dim_v) {
+      return "(" + std::to_string(head_dim) + ", " + std::to_string(head_dim_v) + ")";
+    };
+    std::string computed = dims(row.head_dim, row.head_dim_v);
+    std::string given = dims(problem.head_dim, problem.head_dim_v);
     if (row.max_query_rows != 0) {
-      reason += " with up to " + std::to_string(row.max_query_rows) + " query rows";
+      computed += " with up to " + std::to_string(row.max_query_rows) + " query rows";
+      given += " and " + std::to_string(problem.query_rows()) + " query rows";
     }
-    return reason + ", this call has (" + std::to_string(problem.head_dim) + ", " +
-           std::to_string(problem.head_dim_v) + ") and " + std::to_string(problem.query_rows());
+    return "computes head dims " + computed + ", this call has " + given;
   }
   if (row.device == DeviceType::kCuda) return cuda_reason(problem);
   if (const CpuFeatures missing = row.required & ~facts.cpu_features; missing != 0) {
