@@ -282,6 +282,38 @@ def test_the_mean_of_the_largest_numbers_is_finite(dtype, scale):
                 assert torch.allclose(out.float() / largest, signs.float()), kernel.name
 
 
+@pytest.mark.parametrize("heads", [1, 5])
+def test_a_long_row_of_like_tokens_keeps_its_precision(heads):
+    """Sums that grow along a row must not lose what is added to them."""
+    length, queries, dim = 1 << 18, 4, 64
+    generator = torch.Generator().manual_seed(1)
+    keys = torch.rand(2, dim, generator=generator) + 0.5
+    q = torch.randn(1, queries, heads, dim, generator=generator)
+    q += 3 * (keys[1] - keys[0])  # the scores of the second half are larger
+    # Every page is one of two tokens, 64 times.
+    pages = length // 64
+    table = torch.arange(pages, dtype=torch.int32)[None] // (pages // 2)
+    lengths = torch.tensor([length], dtype=torch.int32)
+    visible = torch.tensor([[0, 100, length // 2 + 1, length]], dtype=torch.int32)
+    plan = torch.tensor([[0, 0, 0, pages, 0, 0, 0, 0]], dtype=torch.int32), lengths.new_zeros(2)
+    counts = torch.stack([visible[0].clamp(max=length // 2), (visible[0] - length // 2).relu()])
+    scores = (q[0].double() @ keys.double().T) * dim**-0.5
+    weights = scores.exp() * counts.T[:, None].double()
+    expected = (weights / weights.sum(-1, keepdim=True)) @ keys.double()
+    for kernel in KERNELS:
+        if kernel.dtype != torch.float32 or kernel.instruction_set == "reference":
+            continue
+        cache = keys[:, None, None].expand(2, 64, 1, dim)
+        inputs = cases.Inputs(q, cache, table, lengths, dim, None, False, visible)
+        out, lse = attend(inputs, plan, kernel)
+        assert (out[0, 0] == 0).all()
+        assert (lse[0, :, 0] == math.inf).all()
+        error = (out[0].double() - expected)[1:].abs() / expected[1:]
+        assert error.max() <= 5e-6, kernel.name
+        logs = weights[1:].sum(-1).log()
+        assert (lse[0].T[1:].double() - logs).abs().max() <= 2e-6, kernel.name
+
+
 def test_strided_arguments_and_results_change_no_bit(kernel):
     inputs = formula_inputs([97, 300, 0], 16, 2, causal=True)
     device = device_of(kernel)

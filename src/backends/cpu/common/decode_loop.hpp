@@ -7,6 +7,8 @@
 //   softmax     raise the row's reference m to the largest scaled score;
 //               P = 2^-kWeightShift * exp(scale * S - m)
 //   accumulate  O[row] = exp(m_before - m) * O[row] + P[row] * V           lanes along head_dim_v
+// after every kChainBlocks of them:
+//   end_chain   what O holds joins the sum of the chains before it, and O begins at 0 again
 // and after the last one:
 //   finish      out = O / total, lse = m + log(2^kWeightShift * total)
 // Every tile of scores and values first prefetches its share of the next block, so that requests to
@@ -90,8 +92,10 @@ class DecodeLoop {
     DecodeLoop loop(problem, task, memory);
     loop.load_queries();
     loop.load_next_block(task.token_begin);
+    std::int32_t blocks = 0;
     for (std::int32_t begin = task.token_begin; begin < task.token_end; begin += kBlockTokens) {
       loop.block(begin, std::min(kBlockTokens, task.token_end - begin));
+      if (++blocks % kChainBlocks == 0) loop.end_chain();
     }
     loop.finish();
   }
@@ -119,6 +123,9 @@ class DecodeLoop {
   // Components of a float32 dot product that are summed up before they join the others: a chain of
   // all would round more than the bound for an lse leaves room for.
   static constexpr std::int32_t kChain = 128;
+  // Blocks whose values are summed up before they join the others: the sum of a long row would
+  // outgrow what is added to it, and lose ever more of that.
+  static constexpr std::int32_t kChainBlocks = 128;
   // Tokens of a row that may all hold the largest value, as a power of two.
   static constexpr std::int32_t kWeightShift = 24;
   static constexpr double kWeightUnits = std::int64_t{1} << kWeightShift;
@@ -140,6 +147,10 @@ class DecodeLoop {
       references = take(kMaxQueryRows);
       rescales = take(kMaxQueryRows);
       totals = take(2 * kMaxQueryRows);
+      const std::int64_t most_tokens = std::int64_t{problem.max_pages_per_row} * problem.page_size;
+      const bool may_chain = most_tokens >= kChainBlocks * kBlockTokens;
+      chain_sums = take(may_chain ? kMaxQueryRows * problem.head_dim_v : 0);
+      chain_references = take(may_chain ? kMaxQueryRows : 0);
       tokens = end;
     }
     std::size_t take(std::int32_t floats) {
@@ -154,11 +165,13 @@ class DecodeLoop {
     std::size_t scores;   // S, then P: (row, kBlockTokens)
     std::size_t stage;    // widened keys (kStageTokens, head_dim) or values (kBlockTokens, kPanel)
     std::size_t scales;   // what a row's scores are multiplied by, see RowScale: (row, 4)
-    std::size_t references;  // m: (row)
-    std::size_t rescales;    // exp(m_before - m) of this block: (row)
-    std::size_t totals;      // sum of P so far, double: (row)
-    std::size_t tokens;      // addresses of this block's and the next block's tokens:
-                             // (2, kBlockTokens) pointers
+    std::size_t references;        // m: (row)
+    std::size_t rescales;          // exp(m_before - m) of this block: (row)
+    std::size_t totals;            // sum of P so far, double: (row)
+    std::size_t chain_sums;        // O of the chains that have ended: (row, head_dim_v)
+    std::size_t chain_references;  // m when the last of them ended: (row)
+    std::size_t tokens;            // addresses of this block's and the next block's tokens:
+                                   // (2, kBlockTokens) pointers
   };
 
   DecodeLoop(const Problem& problem, const Task& task, std::byte* memory)
@@ -172,6 +185,8 @@ class DecodeLoop {
     references_ = scratch.base + scratch.references;
     rescales_ = scratch.base + scratch.rescales;
     totals_ = reinterpret_cast<double*>(scratch.base + scratch.totals);
+    chain_sums_ = scratch.base + scratch.chain_sums;
+    chain_references_ = scratch.base + scratch.chain_references;
     tokens_ = reinterpret_cast<const Element**>(scratch.base + scratch.tokens);
     next_tokens_ = tokens_ + kBlockTokens;
   }
@@ -181,6 +196,7 @@ class DecodeLoop {
   }
   float* query_vector(std::int32_t row) const { return queries_ + row * problem_.head_dim; }
   float* sum_vector(std::int32_t row) const { return sums_ + row * problem_.head_dim_v; }
+  float* chain_vector(std::int32_t row) const { return chain_sums_ + row * problem_.head_dim_v; }
   float* score_vector(std::int32_t row) const { return scores_ + row * kBlockTokens; }
 
   void load_queries() {
@@ -550,6 +566,32 @@ class DecodeLoop {
     });
   }
 
+  void end_chain() {
+    for (std::int32_t row = 0; row < rows_; ++row) {
+      alignas(64) float lanes[kLanes];
+      const float reference = references_[row];
+      if (!has_chains_) {
+        lanes[0] = 0.0f;
+      } else if (chain_references_[row] == reference) {
+        lanes[0] = 1.0f;  // also of a row that has seen nothing, whose references are infinite
+      } else {
+        V::store(lanes, exponential<V>(
+                            V::sub(V::broadcast(chain_references_[row]), V::broadcast(reference))));
+      }
+      const Float rescale = V::broadcast(lanes[0]);
+      float* chains = chain_vector(row);
+      float* sums = sum_vector(row);
+      for (std::int32_t c = 0; c < problem_.head_dim_v; c += kLanes) {
+        // What was never written is not read: it may be no number.
+        const Float before = has_chains_ ? V::load(chains + c) : V::broadcast(0.0f);
+        V::store(chains + c, V::fma(before, rescale, V::load(sums + c)));
+        V::store(sums + c, V::broadcast(0.0f));
+      }
+      chain_references_[row] = reference;
+    }
+    has_chains_ = true;
+  }
+
   // sum * inverse, which rounding must not carry past the largest float where the sum is finite.
   static Float mean(Float sum, Float inverse) {
     const Float quotient = V::mul(sum, inverse);
@@ -561,6 +603,7 @@ class DecodeLoop {
   }
 
   void finish() {
+    if (has_chains_) end_chain();
     for (std::int32_t row = 0; row < rows_; ++row) {
       const double total = totals_[row];
       // A row that saw a token has a total of at least its largest term, 2^-kWeightShift, or NaN.
@@ -569,7 +612,7 @@ class DecodeLoop {
                               : static_cast<float>(static_cast<double>(references_[row]) +
                                                    std::log(total * kWeightUnits));
       const Float inverse = V::broadcast(empty ? 0.0f : static_cast<float>(1.0 / total));
-      const float* sums = sum_vector(row);
+      const float* sums = has_chains_ ? chain_vector(row) : sum_vector(row);
       const QueryRow where = query(row);
       const auto for_each_pair = [&](const auto& write) {
         for (std::int32_t c = 0; c < problem_.head_dim_v; c += kPairElements) {
@@ -598,6 +641,7 @@ class DecodeLoop {
   std::int32_t prefetched_tokens_ = 0;  // how far into it prefetch() has come:
   std::int32_t prefetched_bytes_ = 0;   // whole tokens, and bytes of the one after them
   std::int32_t lines_per_tile_ = 0;
+  bool has_chains_ = false;
   float* queries_;
   float* sums_;
   float* scores_;
@@ -606,6 +650,8 @@ class DecodeLoop {
   float* references_;
   float* rescales_;
   double* totals_;
+  float* chain_sums_;
+  float* chain_references_;
   const Element** tokens_;
   const Element** next_tokens_;
 };
