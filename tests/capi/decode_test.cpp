@@ -92,6 +92,24 @@ TEST_P(Decode, TailOfPageIsNeverRead) {
   }
 }
 
+// Long rows are summed up in chains, for which the workspace has room where a row may be that long.
+TEST_P(Decode, RowsOfAboutAChain) {
+  for (const std::int32_t length : {8191, 8192, 8193, 16385}) {
+    DecodeShape shape = shape_of({length});
+    shape.head_dim = shape.head_dim_v = 64;
+    shape.num_heads_q = 3;
+    shape.seq_len_q = 2;
+    shape.visible_lens = {0, length};
+    shape.page_size = 1;
+    shape.max_pages = length;
+    DecodeCase call(shape);
+    for (const std::int32_t parts : {1, 3}) {
+      call.plan(parts);
+      run_and_compare(call);
+    }
+  }
+}
+
 TEST_P(Decode, UniformScoresCountTheTokens) {
   std::vector<std::int32_t> lengths;
   for (std::int32_t length = 1; length <= 200; ++length) lengths.push_back(length);

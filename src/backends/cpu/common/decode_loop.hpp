@@ -7,7 +7,7 @@
 //   softmax     raise the row's reference m to the largest scaled score;
 //               P = 2^-kWeightShift * exp(scale * S - m)
 //   accumulate  O[row] = exp(m_before - m) * O[row] + P[row] * V           lanes along head_dim_v
-// after every kChainBlocks of them:
+// where more tokens follow kChainTokens of them:
 //   end_chain   what O holds joins the sum of the chains before it, and O begins at 0 again
 // and after the last one:
 //   finish      out = O / total, lse = m + log(2^kWeightShift * total)
@@ -92,10 +92,10 @@ class DecodeLoop {
     DecodeLoop loop(problem, task, memory);
     loop.load_queries();
     loop.load_next_block(task.token_begin);
-    std::int32_t blocks = 0;
     for (std::int32_t begin = task.token_begin; begin < task.token_end; begin += kBlockTokens) {
+      const std::int32_t done = begin - task.token_begin;
+      if (done > 0 && done % kChainTokens == 0) loop.end_chain();
       loop.block(begin, std::min(kBlockTokens, task.token_end - begin));
-      if (++blocks % kChainBlocks == 0) loop.end_chain();
     }
     loop.finish();
   }
@@ -123,9 +123,9 @@ class DecodeLoop {
   // Components of a float32 dot product that are summed up before they join the others: a chain of
   // all would round more than the bound for an lse leaves room for.
   static constexpr std::int32_t kChain = 128;
-  // Blocks whose values are summed up before they join the others: the sum of a long row would
+  // Tokens whose values are summed up before they join the others: the sum of a long row would
   // outgrow what is added to it, and lose ever more of that.
-  static constexpr std::int32_t kChainBlocks = 128;
+  static constexpr std::int32_t kChainTokens = 128 * kBlockTokens;
   // Tokens of a row that may all hold the largest value, as a power of two.
   static constexpr std::int32_t kWeightShift = 24;
   static constexpr double kWeightUnits = std::int64_t{1} << kWeightShift;
@@ -148,7 +148,7 @@ class DecodeLoop {
       rescales = take(kMaxQueryRows);
       totals = take(2 * kMaxQueryRows);
       const std::int64_t most_tokens = std::int64_t{problem.max_pages_per_row} * problem.page_size;
-      const bool may_chain = most_tokens >= kChainBlocks * kBlockTokens;
+      const bool may_chain = most_tokens > kChainTokens;
       chain_sums = take(may_chain ? kMaxQueryRows * problem.head_dim_v : 0);
       chain_references = take(may_chain ? kMaxQueryRows : 0);
       tokens = end;
