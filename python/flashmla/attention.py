@@ -218,6 +218,12 @@ def _check_arguments(
     check_tensors(tensors)
     check_int64("head_dim_v", head_dim_v)
     check_no_gradients("flash_mla_with_kvcache", tensors)
+    if not torch.compiler.is_compiling():
+        for name in ("out", "softmax_lse"):
+            if name in tensors and tensors[name].is_neg():
+                raise RuntimeError(
+                    f"{name} is a view of negated values; it must be a plain tensor, to be written"
+                ) from None
 
 
 def result_shapes(q: torch.Tensor, head_dim_v: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

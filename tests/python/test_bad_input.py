@@ -153,6 +153,11 @@ BAD = [
         "visible_lens has dtype Long; it must be int32",
     ),
     ({"softmax_scale": float("inf")}, "softmax_scale is inf; it must be a finite"),
+    (lambda given: {"out": torch._neg_view(-given["out"])}, "out is a view of negated values"),
+    (
+        lambda given: {"softmax_lse": torch._neg_view(-given["softmax_lse"])},
+        "softmax_lse is a view of negated values",
+    ),
 ]
 
 
