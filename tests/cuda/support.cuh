@@ -103,9 +103,10 @@ __global__ void fill_normal(Element* data, std::size_t size, std::uint64_t seed,
   }
 }
 
-// Tokens of the cache that some row uses; the rest keeps its poison.
+// Tokens of the cache that some row uses; the rest keeps its poison. largest: 0, or of what they
+// then hold the largest number.
 template <class Element>
-__global__ void fill_used_tokens(Problem p, std::uint64_t seed) {
+__global__ void fill_used_tokens(Problem p, std::uint64_t seed, float largest) {
   const std::int32_t row = blockIdx.y;
   Element* cache = static_cast<Element*>(const_cast<void*>(p.k_cache));
   const std::int32_t length = p.cache_seqlens[row * p.cache_seqlens_stride];
@@ -115,7 +116,9 @@ __global__ void fill_used_tokens(Problem p, std::uint64_t seed) {
     for (int i = threadIdx.x; i < p.num_heads_k * p.head_dim; i += blockDim.x) {
       const std::int64_t place = page * p.k_block_stride + token % p.page_size * p.k_token_stride +
                                  i / p.head_dim * p.k_head_stride + i % p.head_dim;
-      cache[place] = static_cast<Element>(standard_normal(seed, place));
+      const float number = standard_normal(seed, place);
+      cache[place] = static_cast<Element>(
+          largest > 0.0f ? largest * fminf(0.5f + 0.25f * fabsf(number), 1.0f) : number);
     }
   }
 }
@@ -230,6 +233,7 @@ struct Case {
   bool no_pages = false;       // a cache without pages, for rows without tokens
   bool tight = false;          // no column of the table that no row uses
   bool apart = false;          // see set_apart(); bf16
+  bool largest = false;        // q is 0 and the cache holds numbers up to the largest of its type
   float q_scale = 1.0f;        // standard deviation of q: larger is peakier
   float softmax_scale = 0.0f;  // 0: head_dim ** -0.5
   std::int32_t num_parts = 0;  // 0: as many as suit the device
@@ -553,13 +557,18 @@ inline Instance make_instance(const Case& spec, std::uint32_t seed, bool hostile
   const dim3 grid(256, std::max(p.batch, 1));
   if (p.dtype == DType::kBFloat16) {
     auto* q = reinterpret_cast<__nv_bfloat16*>(instance.q.data());
-    fill_normal<<<512, 256>>>(q, instance.q.size(), seed + 1, spec.q_scale);
-    if (!hostile && p.batch > 0) fill_used_tokens<__nv_bfloat16><<<grid, 256>>>(p, seed + 2);
+    fill_normal<<<512, 256>>>(q, instance.q.size(), seed + 1, spec.largest ? 0.0f : spec.q_scale);
+    if (!hostile && p.batch > 0) {
+      fill_used_tokens<__nv_bfloat16>
+          <<<grid, 256>>>(p, seed + 2, spec.largest ? 0x1.fep127f : 0.0f);
+    }
     if (spec.apart) set_apart<__nv_bfloat16><<<grid, 256>>>(p);
   } else {
     auto* q = reinterpret_cast<__half*>(instance.q.data());
-    fill_normal<<<512, 256>>>(q, instance.q.size(), seed + 1, spec.q_scale);
-    if (!hostile && p.batch > 0) fill_used_tokens<__half><<<grid, 256>>>(p, seed + 2);
+    fill_normal<<<512, 256>>>(q, instance.q.size(), seed + 1, spec.largest ? 0.0f : spec.q_scale);
+    if (!hostile && p.batch > 0) {
+      fill_used_tokens<__half><<<grid, 256>>>(p, seed + 2, spec.largest ? 65504.0f : 0.0f);
+    }
   }
 
   if (spec.num_parts > 0) {

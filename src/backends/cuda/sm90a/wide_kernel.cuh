@@ -402,8 +402,8 @@ class ScoreRole {
     float largest[2] = {-kInfinity, -kInfinity};
 #pragma unroll
     for (int i = 0; i < kScores; ++i) largest[i / 2 % 2] = fmaxf(largest[i / 2 % 2], scores[i]);
-    const bool raises =
-        __any_sync(~0u, is_first || largest[0] > kOutgrown || largest[1] > kOutgrown);
+    const bool raises = __any_sync(
+        ~0u, is_first || largest[0] > kOutgrown<Element> || largest[1] > kOutgrown<Element>);
     if (raises) raise_references(scores, largest, stage, is_first);
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) {
@@ -431,14 +431,15 @@ class ScoreRole {
   }
 
   // Raises the references of the warp's query rows by their largest exponents, in the first tile of
-  // a row from zero to the true maximum, and leaves what the accumulators have to be multiplied by.
+  // a row from zero, to the true maximum and the headroom, and leaves what the accumulators have to
+  // be multiplied by.
   __device__ __forceinline__ void raise_references(float (&exponents)[kScores],
                                                    const float (&largest)[2], int stage,
                                                    bool is_first) {
 #pragma unroll
     for (int row = 0; row < 2; ++row) {
       float rise = fmaxf(largest[row], __shfl_xor_sync(~0u, largest[row], 1));
-      rise = fmaxf(rise, __shfl_xor_sync(~0u, rise, 2));
+      rise = fmaxf(rise, __shfl_xor_sync(~0u, rise, 2)) + kHeadroom<Element>;
       // A query row that sees nothing of the first tile keeps its zero.
       if (!is_first || rise == -kInfinity) rise = fmaxf(rise, 0.0f);
       reference_[row] += rise;
