@@ -45,6 +45,7 @@ inline std::string name_of(const Case& spec) {
   if (spec.q_scale != 1.0f) name += " q*" + std::to_string(static_cast<int>(spec.q_scale));
   if (spec.softmax_scale < 0.0f) name += " negative-scale";
   if (spec.apart) name += " apart";
+  if (spec.largest) name += " largest";
   if (!spec.kernel.empty()) name += " " + spec.kernel;
   return name;
 }
@@ -133,9 +134,22 @@ inline void add_small(Cases& list) {
     c.out_shift = 1;
     add(list, c);
   }
+  {
+    Case c;  // the table keeps one row short
+    c.lengths = {200};
+    c.causal = true;
+    c.seq_len_q = 2;
+    c.num_heads_q = 24;
+    add(list, c);
+    c.lengths = {130, 65, 300};
+    c.plan = "random";
+    c.num_parts = 13;
+    c.kernel = "sm90a_divided_bf16_576";
+    add(list, c);
+  }
   // As many shared query rows as teams of warps merge, and more.
   for (const int heads : {32, 128}) {
-    for (const int more : {0, 1, 2}) {
+    for (const int more : {0, 1, 5}) {
       Case c;
       c.label = "merge";
       c.lengths.assign(std::max(1, multiprocessors() / heads) + more, 130);
@@ -329,7 +343,7 @@ inline void add_merges(Cases& list) {
     for (const std::int32_t rows : {1, blocks / 64, blocks / 32, blocks / 2, blocks / 2 + 1}) {
       add_rows(rows);
     }
-    // Teams of 1; a warp for each query row.
+    // Teams of 1, for one item each, for one or two; a warp for each query row.
     for (const Heads heads : {Heads{16, 1, 1}, {32, 2, 1}, {32, 1, 1}, {64, 2, 1}, {32, 2, 2}}) {
       c.num_heads_q = heads.q;
       c.num_heads_k = heads.kv;
@@ -339,7 +353,10 @@ inline void add_merges(Cases& list) {
         c.out_gap = layout.gap;
         c.out_shift = layout.shift;
         const std::int32_t most_rows = blocks / (heads.q * heads.tokens);
-        for (const std::int32_t rows : {most_rows, most_rows + 1, most_rows + 9}) add_rows(rows);
+        for (const std::int32_t rows :
+             {most_rows, most_rows + 1, 2 * most_rows, 2 * most_rows + 1}) {
+          add_rows(rows);
+        }
       }
     }
     // After the wide kernel there are as many blocks, or twice that where all rows, were they
@@ -494,6 +511,26 @@ inline void add_tensors(Cases& list) {
   }
 }
 
+// Sums of the largest finite numbers, whose means are finite.
+inline void add_largest(Cases& list) {
+  for (const auto& [dtype, head_dim] : kTypes) {
+    for (const int heads : {16, 32, 128}) {
+      for (const char* plan : {"one", "shares"}) {
+        Case c;
+        c.label = "largest";
+        c.dtype = dtype;
+        c.head_dim = head_dim;
+        c.lengths = {1, 300, 1700};
+        c.num_heads_q = heads;
+        c.plan = plan;
+        c.num_parts = 30;
+        c.largest = true;
+        add(list, c);
+      }
+    }
+  }
+}
+
 // A sample of what is listed, for the kernel that divides query rows among blocks: it takes every
 // call, and is chosen for few.
 inline void add_divided(Cases& list) {
@@ -536,6 +573,7 @@ inline Cases cases(bool small) {
   add_merges(list);
   add_plans(list);
   add_tensors(list);
+  add_largest(list);
   add_divided(list);
   return list;
 }

@@ -133,6 +133,7 @@ struct WideResults {
   static constexpr bool kAppear = false;
   static constexpr int kBlocks = 3;         // for which there are registers in a multiprocessor
   static constexpr int kPartsInFlight = 5;  // of a lane that has few query rows
+  static constexpr int kMostRounds = 1;     // of a warp that has 64 columns of some
   static constexpr int kSumLanes = 1;       // neighbouring lanes over which the sum is spread
 
   static __device__ bool weighing(const CallShape& shape, std::int64_t row, std::int32_t place,
@@ -143,8 +144,13 @@ struct WideResults {
         *reinterpret_cast<const float2*>(shape.partial_statistics + row * kPartialHalves + half);
     const PartialStatistics statistics{words.x, words.y};
     to = Weighing{};
-    // A part that saw no token has lse +inf.
-    if (statistics.lse != kInfinity) to = {statistics.lse * kLog2E, 1.0f, statistics.scale};
+    // A part that saw no token has lse +inf. The weights of all parts together stay below 1, so
+    // that a sum of the largest numbers that there are is none larger.
+    constexpr float kHeadroomOfParts = 14.0f, kWeight = 0x1p-14f;
+    static_assert(2 * select::kCudaMaxParts < 1 << 14);
+    if (statistics.lse != kInfinity) {
+      to = {fmaf(statistics.lse, kLog2E, kHeadroomOfParts), kWeight, kWeight * statistics.scale};
+    }
     return true;
   }
   static __device__ bool numbers(const CallShape& shape, std::int64_t row, std::int32_t place,
@@ -172,6 +178,7 @@ struct NarrowResults {
   // 128 registers at most, of which there are 112 beside a block of attention.
   static constexpr int kBlocks = 2;
   static constexpr int kPartsInFlight = 5;
+  static constexpr int kMostRounds = 2;
   static constexpr int kSumLanes = kPartialWarps;
   static constexpr std::int32_t kWarpColumns = kHeadDimV / kPartialWarps;
 
@@ -265,9 +272,10 @@ __host__ __device__ __forceinline__ std::uint32_t query_rows_of_row(const CallSh
 
 // --- Few query rows: a team of warps for 64 columns of one ---------------------------------------
 
-// Each team has one item at most. A lane has 8 columns of it, for one part in four of its warp's.
-// All that it reads is asked for at once.
-template <class Element, class Results>
+// Each team has one item at most or, with kHasRounds, a team of one warp some, one after the other.
+// A lane has 8 columns of it, for one part in four of its warp's. All that it reads is asked for at
+// once.
+template <class Element, class Results, bool kHasRounds = false>
 class FewMerger {
  public:
   static constexpr int kItemColumns = 64;
@@ -276,25 +284,12 @@ class FewMerger {
   __device__ FewMerger(const CallShape& shape, const FewItems& items, const CombineShared& shared,
                        std::int32_t num_merged, int team_log2)
       : shape_(shape),
+        items_(items),
+        shared_(shared),
+        num_merged_(num_merged),
         team_log2_(team_log2),
         list_(shared.slots + threadIdx.x / 32 * shape.num_parts) {
-    const std::uint32_t item = (blockIdx.x * kWarps + threadIdx.x / 32) >> team_log2;
-    const std::int32_t query_row = item / kPieces;
-    const std::int32_t merged = items.of_row.quotient(query_row);
-    if (merged >= num_merged) return;
-    const std::int32_t row = shared.merged[merged];
-    count_ = list_slots(shape, shared, row, list_);
-    first_place_ = item % kPieces * kItemColumns;
-    of_slot_ = query_row - merged * items.of_row.divisor;
-    if (threadIdx.x % 32 == 0) {
-      const std::int32_t kv_head = items.of_kv_head.quotient(of_slot_);
-      const QueryRow query =
-          query_row_at(shape, kv_head, of_slot_ - kv_head * items.of_kv_head.divisor);
-      Target& target = targets()[threadIdx.x / 32];
-      target.out = static_cast<Element*>(shape.out) + out_offset(shape, row, query);
-      target.lse = first_place_ == 0 ? lse_at(shape, row, query) : nullptr;
-    }
-    __syncwarp();
+    locate((blockIdx.x * kWarps + threadIdx.x / 32) >> team_log2);
   }
 
   // Number of items of one merged row.
@@ -305,9 +300,17 @@ class FewMerger {
   __device__ void run() {
     Patience<Results> patience;
     if constexpr (!Results::kAppear) patience.wait_for_end();
-    publish(sum_of_parts(patience));
-    __syncthreads();
-    if (threadIdx.x / 32 % team_warps() == 0 && count_ > 0) write();
+    std::uint32_t first = 0;
+    for (;;) {
+      publish(sum_of_parts(patience));
+      // In a second round a warp waits for nobody but itself.
+      __syncthreads();
+      if (threadIdx.x / 32 % team_warps() == 0 && count_ > 0) write();
+      if constexpr (!kHasRounds) break;
+      first += gridDim.x * kWarps;
+      if (first >= num_merged_ * items_of_row(shape_)) break;
+      locate(first + blockIdx.x * kWarps + threadIdx.x / 32);
+    }
     patience.wait_for_end();
   }
 
@@ -318,6 +321,26 @@ class FewMerger {
   using Sum = Merged<kLaneColumns>;
 
   __device__ __forceinline__ int team_warps() const { return 1 << team_log2_; }
+
+  __device__ void locate(std::uint32_t item) {
+    count_ = 0;
+    const std::int32_t query_row = item / kPieces;
+    const std::int32_t merged = items_.of_row.quotient(query_row);
+    if (merged >= num_merged_) return;
+    const std::int32_t row = shared_.merged[merged];
+    count_ = list_slots(shape_, shared_, row, list_);
+    first_place_ = item % kPieces * kItemColumns;
+    of_slot_ = query_row - merged * items_.of_row.divisor;
+    if (threadIdx.x % 32 == 0) {
+      const std::int32_t kv_head = items_.of_kv_head.quotient(of_slot_);
+      const QueryRow query =
+          query_row_at(shape_, kv_head, of_slot_ - kv_head * items_.of_kv_head.divisor);
+      Target& target = targets()[threadIdx.x / 32];
+      target.out = static_cast<Element*>(shape_.out) + out_offset(shape_, row, query);
+      target.lse = first_place_ == 0 ? lse_at(shape_, row, query) : nullptr;
+    }
+    __syncwarp();
+  }
 
   // Where a warp's item goes; no lse but with the first columns.
   struct Target {
@@ -461,6 +484,9 @@ class FewMerger {
   }
 
   const CallShape& shape_;
+  const FewItems& items_;
+  const CombineShared& shared_;
+  std::int32_t num_merged_;
   int team_log2_;       // of its warps, which divide kWarps
   std::int32_t* list_;  // slots of the row's partial results...
   std::int32_t count_ = 0;
@@ -607,9 +633,15 @@ __global__ void __launch_bounds__(kThreads, Results::kBlocks)
   }
   const std::int64_t items = static_cast<std::int64_t>(num_merged) * Few::items_of_row(shape);
   const std::int64_t warps = std::int64_t{kWarps} * gridDim.x;
-  if (items > warps) {
+  if (items > Results::kMostRounds * warps) {
     ManyMerger<Element, Results>(shape, shared, num_merged).run();
     return;
+  }
+  if constexpr (Results::kMostRounds > 1) {
+    if (items > warps) {
+      FewMerger<Element, Results, true>(shape, few_items, shared, num_merged, 0).run();
+      return;
+    }
   }
   int team_log2 = 0;
   while ((2 << team_log2) <= kWarps && items << (team_log2 + 1) <= warps) ++team_log2;

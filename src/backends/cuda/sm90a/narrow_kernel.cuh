@@ -484,7 +484,7 @@ class NarrowCompute {
           exp2_approximate(fmaf(scores[high], params_.scale_log2, -reference_[i]));
       tile_sum[i] = probabilities[low] + probabilities[high];
       // Written so that NaN counts as outgrown.
-      outgrown |= !(tile_sum[i] <= kOutgrownSum);
+      outgrown |= !(tile_sum[i] <= kOutgrownSum<Element>);
     }
     if (ptx::named_barrier_or(Traits::kComputeWarpgroup, Traits::kComputeThreads, outgrown)) {
       return true;
@@ -494,8 +494,8 @@ class NarrowCompute {
     return false;
   }
 
-  // Masks where asked to, raises the references to the true maxima where they were lower, and
-  // rescales.
+  // Masks where asked to, raises the references to the true maxima and their headroom where they
+  // were lower, and rescales.
   __device__ __forceinline__ void exact_softmax(float (&scores)[kScores],
                                                 float (&probabilities)[kScores], const Entry& tile,
                                                 bool is_first, bool is_masked) {
@@ -515,7 +515,7 @@ class NarrowCompute {
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) {
       const int low = i / 2 * 4 + i % 2, high = low + 2;
-      maximum[i] = fmaxf(reference_[i], fmaxf(scores[low], scores[high]));
+      maximum[i] = fmaxf(reference_[i], fmaxf(scores[low], scores[high]) + kHeadroom<Element>);
 #pragma unroll
       for (int lanes = 4; lanes < 32; lanes *= 2) {
         maximum[i] = fmaxf(maximum[i], __shfl_xor_sync(~0u, maximum[i], lanes));
@@ -783,7 +783,7 @@ class NarrowCompute {
 };
 
 template <class Traits, class Place>
-__global__ void __launch_bounds__(Traits::kThreads, 1)
+__global__ void __maxnreg__(Traits::kRegisters)
     narrow_kernel(const __grid_constant__ DecodeParams params) {
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
   NarrowShared<Traits>& shared = *reinterpret_cast<NarrowShared<Traits>*>(shared_bytes);
@@ -800,18 +800,21 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
   }
   __syncthreads();
   const int warp = threadIdx.x / 32;
-  if (warp > Traits::kLoadWarp) {
+  if (warp < Traits::kLoadWarp) {
+    if constexpr (Traits::kGivesRegisters) ptx::take_registers<Traits::kComputeRegisters>();
+    ptx::wait_for_previous_grid();
+    NarrowCompute<Traits, Place>(params, shared).run();
+    return;
+  }
+  if constexpr (Traits::kGivesRegisters) ptx::give_registers<Traits::kOtherRegisters>();
+  if (warp == Traits::kLoadWarp) {
+    ptx::wait_for_previous_grid();
+    NarrowLoader<Traits, Place>(params, shared).run();
+  } else if (warp == Traits::kLoadWarp + 1) {
     NarrowScout<Traits, Place> scout(params, shared);
     scout.look_ahead();
     ptx::wait_for_previous_grid();
     scout.open_combine();
-    return;
-  }
-  ptx::wait_for_previous_grid();
-  if (warp < Traits::kLoadWarp) {
-    NarrowCompute<Traits, Place>(params, shared).run();
-  } else {
-    NarrowLoader<Traits, Place>(params, shared).run();
   }
 }
 

@@ -25,7 +25,13 @@ struct NarrowTraits {
   static constexpr int kComputeThreads = 128;
   static constexpr int kComputeWarps = 4;
   static constexpr int kLoadWarp = kComputeWarps;
-  static constexpr int kThreads = kComputeThreads + 2 * 32;  // the loading warp and the scout
+  // The loading warp and the scout. With 32 query rows two idle warps make a warpgroup of them, so
+  // that it can give registers to the other: kRegisters a thread leave room for the combine.
+  static constexpr bool kGivesRegisters = kQueryRows == 32;
+  static constexpr int kThreads = kComputeThreads + (kGivesRegisters ? 4 : 2) * 32;
+  static constexpr int kRegisters = 144;
+  static constexpr int kComputeRegisters = 232;
+  static constexpr int kOtherRegisters = 2 * kRegisters - kComputeRegisters;
 
   // Two tiles are enough in flight, and leave room for a block of the combine to be resident.
   static constexpr int kStages = 2;
