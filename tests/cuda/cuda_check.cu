@@ -234,10 +234,17 @@ void check_plans(bool small) {
   int plans = 0, different = 0;
   for (const std::int32_t batch : batches) {
     for (const auto& [name, lengths] : plan_lengths(batch, small, random)) {
-      // On the device every other number is a length.
-      std::vector<std::int32_t> spread(2 * lengths.size(), kBetween);
-      for (std::size_t row = 0; row < lengths.size(); ++row) spread[2 * row] = lengths[row];
-      const DeviceArray<std::int32_t> device_lengths(spread);
+      // Where lengths lie on the device: the first, and the numbers from one to the next. The last
+      // can be read by 16 bytes.
+      constexpr std::pair<std::size_t, std::size_t> kLayouts[] = {{0, 2}, {1, 1}, {0, 1}};
+      std::vector<DeviceArray<std::int32_t>> device_lengths;
+      for (const auto& [first, stride] : kLayouts) {
+        std::vector<std::int32_t> spread(first + stride * lengths.size(), kBetween);
+        for (std::size_t row = 0; row < lengths.size(); ++row) {
+          spread[first + stride * row] = lengths[row];
+        }
+        device_lengths.emplace_back(spread);
+      }
       for (const std::int32_t parts : all_parts) {
         for (const std::int32_t query_rows : {16, 128}) {
           std::vector<std::int32_t> want_rows(parts * kPlanRowFields), want_splits(batch + 1);
@@ -250,19 +257,21 @@ void check_plans(bool small) {
           plan.num_parts = parts;
           plan.num_splits = want_splits.data();
           schedule::plan_on_host(plan, tuning::cuda_plan(query_rows));
-          const PlanWords rows(want_rows.size(), small), splits(want_splits.size(), small);
-          plan.cache_seqlens = device_lengths.data();
-          plan.cache_seqlens_stride = 2;
-          plan.plan_rows = rows.data();
-          plan.num_splits = splits.data();
-          require(cuda::plan(plan, nullptr));
-          FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
-          ++plans;
-          if (!rows.are(want_rows) || !splits.are(want_splits)) {
-            ++different;
-            report("plan b" + std::to_string(batch) + " parts" + std::to_string(parts) + " h" +
-                       std::to_string(query_rows) + " " + name,
-                   false, "differs from the host's, or touched more");
+          for (std::size_t i = 0; i < std::size(kLayouts); ++i) {
+            const PlanWords rows(want_rows.size(), small), splits(want_splits.size(), small);
+            plan.cache_seqlens = device_lengths[i].data() + kLayouts[i].first;
+            plan.cache_seqlens_stride = kLayouts[i].second;
+            plan.plan_rows = rows.data();
+            plan.num_splits = splits.data();
+            require(cuda::plan(plan, nullptr));
+            FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
+            ++plans;
+            if (!rows.are(want_rows) || !splits.are(want_splits)) {
+              ++different;
+              report("plan b" + std::to_string(batch) + " parts" + std::to_string(parts) + " h" +
+                         std::to_string(query_rows) + " " + name,
+                     false, "differs from the host's, or touched more");
+            }
           }
         }
       }

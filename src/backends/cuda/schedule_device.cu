@@ -157,6 +157,9 @@ class SmallPlanner {
 
   // Into shared memory, and this thread's into registers. Whether all of the warp's fit.
   __device__ __forceinline__ bool read_rows(std::int32_t (&blocks)[kRows]) const {
+    if constexpr (kRows >= 16) {
+      if (is_in_quads()) return read_quads(blocks);
+    }
     const std::int32_t* length =
         problem_.cache_seqlens + row_in_order(0) * problem_.cache_seqlens_stride;
 #pragma unroll
@@ -176,6 +179,34 @@ class SmallPlanner {
 #pragma unroll
     for (int i = 0; i < kRows; ++i) blocks[i] = own.rows[i];
     return fit;
+  }
+
+  // Whether lengths can be read four at a time, and the warp has all of its rows.
+  __device__ __forceinline__ bool is_in_quads() const {
+    const std::int32_t end = (static_cast<std::int32_t>(threadIdx.x) / 32 + 1) * 32 * kRows;
+    return problem_.cache_seqlens_stride == 1 && end <= problem_.batch &&
+           reinterpret_cast<std::uintptr_t>(problem_.cache_seqlens) % sizeof(int4) == 0;
+  }
+
+  // The same as read_rows(), each thread its own rows.
+  __device__ __forceinline__ bool read_quads(std::int32_t (&blocks)[kRows]) const {
+    const int4* lengths =
+        reinterpret_cast<const int4*>(problem_.cache_seqlens) + threadIdx.x * (kRows / 4);
+    int4 quads[kRows / 4];
+#pragma unroll
+    for (int i = 0; i < kRows / 4; ++i) quads[i] = lengths[i];
+    bool fit = true;
+    OfThread own;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      const int4& quad = quads[i / 4];
+      const std::int32_t of_quad[4] = {quad.x, quad.y, quad.z, quad.w};
+      blocks[i] = schedule::blocks_of_length(of_quad[i % 4]);
+      fit &= blocks[i] <= kMostBlocks;
+      own.rows[i] = static_cast<std::uint16_t>(blocks[i]);
+    }
+    reinterpret_cast<OfThread*>(shared_.row_blocks)[threadIdx.x] = own;
+    return __all_sync(~0u, fit);
   }
 
   // Leaves the sums of the warp. Returns the units of its rows before this thread's.
