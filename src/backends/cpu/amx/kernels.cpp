@@ -291,8 +291,9 @@ class Decode {
 
   // Tokens [begin, end) of a row, during `steps` of products.
   void ask_for(std::int32_t row, std::int32_t begin, std::int32_t end, std::int32_t steps) {
-    prefetch_ = BlockPrefetch<Shape::kPrefetchStreams, Shape::kPrefetchLines>(
-        problem_, row, task_.kv_head, begin, end, Shape::kPrefetchTurns * steps);
+    prefetch_ =
+        BlockPrefetch<Shape::kPrefetchParts, Shape::kPrefetchStreams, Shape::kPrefetchLines>(
+            problem_, row, task_.kv_head, begin, end, Shape::kPrefetchTurns * steps);
   }
 
   static constexpr bool prefetches_after(int part) {
@@ -740,7 +741,7 @@ class Decode {
   ResultTiles results_;
   Softmax<Shape> softmax_;
   ValueInterleave interleave_;
-  BlockPrefetch<Shape::kPrefetchStreams, Shape::kPrefetchLines> prefetch_;
+  BlockPrefetch<Shape::kPrefetchParts, Shape::kPrefetchStreams, Shape::kPrefetchLines> prefetch_;
 
   Block<Shape> blocks_[Shape::kBlocksInFlight];
 };

@@ -36,7 +36,9 @@ struct FewRows {
   // Bytes of P for a row tile and a unit: the tile of {p, 0}, the tile of {0, p}.
   static constexpr std::int32_t kUnitBytes = 2 * kTileBytes;
   static constexpr bool kInterleavedValues = false;
-  // Streams of prefetches, cache lines of each asked for at once, and how often in a step.
+  // Parts of a block whose lines are asked for side by side, streams of prefetches in each, cache
+  // lines of a stream asked for at once, and how often in a step.
+  static constexpr std::int32_t kPrefetchParts = 1;
   static constexpr std::int32_t kPrefetchStreams = 8;
   static constexpr std::int32_t kPrefetchLines = 2;
   static constexpr std::int32_t kPrefetchTurns = 2;
@@ -65,7 +67,8 @@ struct ManyRows {
   static constexpr std::int32_t kUnitTokens = 32;
   static constexpr std::int32_t kUnitBytes = kTileBytes;
   static constexpr bool kInterleavedValues = true;
-  static constexpr std::int32_t kPrefetchStreams = 5;
+  static constexpr std::int32_t kPrefetchParts = 5;
+  static constexpr std::int32_t kPrefetchStreams = 1;
   static constexpr std::int32_t kPrefetchLines = 1;
   static constexpr std::int32_t kPrefetchTurns = 1;
   static constexpr std::int32_t kBlocksInFlight = 1;
