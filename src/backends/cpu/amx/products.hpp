@@ -171,8 +171,8 @@ struct ProductsPair {
 };
 
 // A step whose operands are loaded; kLast: no step follows. background(part) is other work after
-// each product. All instructions in flight wait in one queue, so it pays to load early and to keep
-// that work short.
+// each product. Hardly two steps of tiles are in flight at once, and a tile load takes 16 of 192
+// places for loads, so it pays to load early and to keep loads in that work few.
 template <bool kLast, class Products, class Background>
 [[gnu::always_inline]] inline void multiply_step(const Products& products, std::int32_t step,
                                                  const Background& background) {
