@@ -511,8 +511,23 @@ inline void add_tensors(Cases& list) {
   }
 }
 
-// Sums of the largest finite numbers, whose means are finite.
+// Sums of the largest finite numbers, whose means are finite; and the largest scores that tokens
+// have in common.
 inline void add_largest(Cases& list) {
+  for (const int heads : {16, 32, 128}) {
+    for (const char* plan : {"one", "shares"}) {
+      Case c;
+      c.label = "largest";
+      c.lengths = {700};
+      c.num_heads_q = heads;
+      c.plan = plan;
+      c.num_parts = 4;
+      c.apart = true;
+      c.q_scale = 0.0f;
+      c.softmax_scale = 0x1p22f;  // scores of 2^32
+      add(list, c);
+    }
+  }
   for (const auto& [dtype, head_dim] : kTypes) {
     for (const int heads : {16, 32, 128}) {
       for (const char* plan : {"one", "shares"}) {
@@ -542,7 +557,7 @@ inline void add_divided(Cases& list) {
     c.kernel = "sm90a_divided_" + type_name(c.dtype) + "_" + std::to_string(c.head_dim);
     add(list, c);
   }
-  // One row of which a plan cuts as much as there are blocks for, and a little more.
+  // One short row, up to where 128 heads are not divided any more.
   for (const auto& [dtype, head_dim] : kTypes) {
     for (const Heads heads : {Heads{128, 1, 1}, {20, 1, 1}, {63, 1, 2}, {128, 2, 1}, {16, 1, 3}}) {
       for (const std::int32_t length : {0, 1, 63, 64, 129, 1024, 2048, 2112}) {

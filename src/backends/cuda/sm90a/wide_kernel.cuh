@@ -442,7 +442,10 @@ class ScoreRole {
       rise = fmaxf(rise, __shfl_xor_sync(~0u, rise, 2)) + kHeadroom<Element>;
       // A query row that sees nothing of the first tile keeps its zero.
       if (!is_first || rise == -kInfinity) rise = fmaxf(rise, 0.0f);
-      reference_[row] += rise;
+      // Of scores so large that the headroom is lost in rounding, what is left of it.
+      const float raised = reference_[row] + rise;
+      rise = raised - reference_[row];
+      reference_[row] = raised;
       const float scale = is_first ? 1.0f : exp2_approximate(-rise);
       sum_[row] *= scale;
       if (lane() % 4 == 0) shared_.scales[stage][tile_row() + 8 * row] = scale;
