@@ -119,11 +119,13 @@ bool accepts(const KernelRow& row, const Problem& problem, const DeviceFacts& fa
          (row.device != DeviceType::kCuda || cuda_reason(problem).empty());
 }
 
-// What a row of block_table can hold, in blocks of the plan.
-std::int64_t most_blocks(const Problem& problem) {
-  return (static_cast<std::int64_t>(problem.max_pages_per_row) * problem.page_size + kBlockTokens -
-          1) /
-         kBlockTokens;
+// Whether the kernel that divides query rows is the fastest.
+bool is_worth_dividing(const Problem& problem) {
+  // What a row of block_table can hold, in blocks of the plan.
+  const std::int64_t tokens =
+      static_cast<std::int64_t>(problem.max_pages_per_row) * problem.page_size;
+  return tuning::is_worth_dividing(problem.batch, (tokens + kBlockTokens - 1) / kBlockTokens,
+                                   problem.num_parts, problem.query_rows());
 }
 
 }  // namespace
@@ -155,17 +157,9 @@ bool is_usable(const KernelRow& row, const DeviceFacts& facts) {
   return (row.required & ~facts.cpu_features) == 0;
 }
 
-std::string why_not_preferred(const KernelRow& row, const Problem& problem,
-                              const DeviceFacts& facts) {
-  if (const CpuFeatures missing = row.preferred_with & ~facts.cpu_features; missing != 0) {
-    return "is slower than a later one without " + describe_cpu_features(missing);
-  }
-  if (row.form == Form::kDivided &&
-      !tuning::is_worth_dividing(problem.batch, most_blocks(problem), problem.num_parts,
-                                 problem.query_rows())) {
-    return "is slower than a later one but for one row that block_table keeps short";
-  }
-  return {};
+bool is_preferred(const KernelRow& row, const Problem& problem, const DeviceFacts& facts) {
+  return (row.preferred_with & ~facts.cpu_features) == 0 &&
+         (row.form != Form::kDivided || is_worth_dividing(problem));
 }
 
 std::string decline_reason(const KernelRow& row, const Problem& problem, const DeviceFacts& facts) {
@@ -205,9 +199,7 @@ std::string decline_reason(const KernelRow& row, const Problem& problem, const D
 Result<const KernelRow*> select_kernel(const Problem& problem, const DeviceFacts& facts,
                                        std::string_view forced) {
   for (const KernelRow& row : kRows) {
-    if (forced.empty() ? !why_not_preferred(row, problem, facts).empty() : row.name != forced) {
-      continue;
-    }
+    if (forced.empty() ? !is_preferred(row, problem, facts) : row.name != forced) continue;
     if (accepts(row, problem, facts)) return &row;
     if (!forced.empty()) {
       return Status::unsupported("kernel " + std::string(forced) + " " +
@@ -238,7 +230,12 @@ std::string explain(const Problem& problem, const DeviceFacts& facts, const Kern
   for (const KernelRow& row : kRows) {
     if (&row == chosen) break;
     std::string reason = decline_reason(row, problem, facts);
-    if (reason.empty()) reason = why_not_preferred(row, problem, facts);
+    if (reason.empty() && !is_preferred(row, problem, facts)) {
+      reason = row.form == Form::kDivided
+                   ? "is slower than a later one but for one row that block_table keeps short"
+                   : "is slower than a later one without " +
+                         describe_cpu_features(row.preferred_with & ~facts.cpu_features);
+    }
     if (!reason.empty()) text += std::string(row.name) + ": " + reason + "\n";
   }
   return text;

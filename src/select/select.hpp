@@ -58,10 +58,9 @@ std::string gpus_with_kernels();
 // Whether this machine can run the kernel at all, for some problem.
 bool is_usable(const KernelRow& row, const DeviceFacts& facts);
 
-// Why a kernel that accepts is left to who asks for it by name; empty: it stands at its place in
-// the order of preference.
-std::string why_not_preferred(const KernelRow& row, const Problem& problem,
-                              const DeviceFacts& facts);
+// Whether a kernel that accepts stands at its place in the order of preference, and is not left to
+// who asks for it by name.
+bool is_preferred(const KernelRow& row, const Problem& problem, const DeviceFacts& facts);
 
 // Why a row declines; empty when it accepts.
 std::string decline_reason(const KernelRow& row, const Problem& problem, const DeviceFacts& facts);

@@ -10,9 +10,12 @@ namespace flashmla::tuning {
 
 inline constexpr std::int32_t kDividedRows = 16;  // query rows of a block then
 inline constexpr std::int32_t kWholeRows = 64;    // of those for which parts were counted
+// Of a row. A plan of a GPU's own has fewer shares; one written for many more parts has blocks for
+// them, but there would not be multiprocessors for the blocks.
+inline constexpr std::int64_t kMostDividedBlocks = 128;
 
-// For how many parts of a plan there are blocks when each takes kDividedRows query rows; at least a
-// quarter of all parts, or 1.
+// For how many parts of a plan there are blocks when each takes kDividedRows query rows: a quarter
+// of all parts or more, rounded down, and at least 1. So a block has less than eight parts.
 constexpr std::int32_t divided_parts(std::int32_t num_parts, std::int32_t query_rows) {
   const auto tiles = [&](std::int32_t tile_rows) {
     return (std::int64_t{query_rows} + tile_rows - 1) / tile_rows;
@@ -28,7 +31,7 @@ constexpr std::int32_t divided_parts(std::int32_t num_parts, std::int32_t query_
 // result does not depend on the batch that it is in.
 constexpr bool is_worth_dividing(std::int32_t batch, std::int64_t most_blocks,
                                  std::int32_t num_parts, std::int32_t query_rows) {
-  return batch == 1 && num_parts > 1 &&
+  return batch == 1 && num_parts > 1 && most_blocks <= kMostDividedBlocks &&
          most_blocks <= std::int64_t{cuda_plan(query_rows).least_blocks} *
                             divided_parts(num_parts, query_rows);
 }

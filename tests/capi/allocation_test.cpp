@@ -51,6 +51,9 @@ TEST(Allocation, DecodeNeedsNoneWithAnyKernel) {
     };
     EXPECT_EQ(allocations_of(decode), 0) << kernel.name;
     EXPECT_EQ(status, FLASHMLA_OK) << flashmla_last_error();
+    args.kernel = nullptr;  // the fastest is looked for then
+    EXPECT_EQ(allocations_of(decode), 0) << kernel.name;
+    EXPECT_EQ(status, FLASHMLA_OK) << flashmla_last_error();
   }
 }
 

@@ -88,13 +88,13 @@ MUTATIONS = [
     ),
     Mutation(
         "select/select.cpp",
-        ".empty() : row.name != forced) {",
-        ".empty() : row.name < forced) {",
+        ": row.name != forced) continue;",
+        ": row.name < forced) continue;",
         r"^Select\.|^Abi\.",
     ),
     Mutation(
         "select/select.cpp",
-        "forced.empty() ? !why_not_preferred(row, problem, facts).empty() :",
+        "forced.empty() ? !is_preferred(row, problem, facts) :",
         "forced.empty() ? false :",
         r"^Select\.",
     ),

@@ -5,6 +5,7 @@
 #include <string>
 
 #include "select/select.hpp"
+#include "tuning/divided.hpp"
 
 namespace flashmla::testing {
 namespace {
@@ -72,6 +73,8 @@ TEST(SelectCuda, OneRowThatItsTableKeepsShortIsDivided) {
   EXPECT_EQ(chosen(row_of(33), kHopper), "sm90a_wide_bf16_576");
   EXPECT_EQ(chosen(row_of(66, 64), kHopper), kDivided);
   EXPECT_EQ(chosen(row_of(67, 64), kHopper), "sm90a_wide_bf16_576");
+  EXPECT_EQ(chosen(row_of(88, 40), kHopper), kDivided);
+  EXPECT_EQ(chosen(row_of(89, 40), kHopper), "sm90a_wide_bf16_576");
   EXPECT_EQ(chosen(row_of(66, 20), kHopper), kDivided);
   EXPECT_EQ(chosen(row_of(67, 20), kHopper), "sm90a_narrow32_bf16_576");
   EXPECT_EQ(chosen(row_of(1, 16), kHopper), "sm90a_narrow16_bf16_576");
@@ -80,12 +83,27 @@ TEST(SelectCuda, OneRowThatItsTableKeepsShortIsDivided) {
   Problem problem = row_of(1);
   problem.num_parts = 1;
   EXPECT_EQ(chosen(problem, kHopper), "sm90a_wide_bf16_576");
+  // A plan for more multiprocessors than there are.
+  problem = row_of(129);
+  problem.num_parts = 4096;
+  EXPECT_EQ(chosen(problem, kHopper), "sm90a_wide_bf16_576");
   // Pages of any size count by their tokens.
   problem = row_of(8);
   problem.page_size = 256;
   EXPECT_EQ(chosen(problem, kHopper), kDivided);
   problem.page_size = 257;
   EXPECT_EQ(chosen(problem, kHopper), "sm90a_wide_bf16_576");
+}
+
+TEST(SelectCuda, ABlockThatDividesHasFewParts) {
+  for (std::int32_t parts = 1; parts <= select::kCudaMaxParts; ++parts) {
+    for (const std::int32_t query_rows : {1, 16, 17, 48, 64, 65, 128, 1000}) {
+      const std::int32_t blocks = tuning::divided_parts(parts, query_rows);
+      ASSERT_GE(blocks, 1);
+      ASSERT_LE(blocks, parts);
+      ASSERT_LT((parts + blocks - 1) / blocks, 8) << parts << " " << query_rows;
+    }
+  }
 }
 
 TEST(SelectCuda, WhyARowIsNotDivided) {

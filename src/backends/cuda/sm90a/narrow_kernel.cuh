@@ -79,7 +79,7 @@ class LaterParts {
   }
 
  private:
-  // There are fewer than 32: see tuning::divided_parts().
+  // There are fewer than eight: see tuning::divided_parts().
   static __device__ __forceinline__ std::int32_t part_of(std::int32_t index) {
     if constexpr (Place::kIsDivided) return Place::part() + (index + 1) * Place::step();
     return 0;
@@ -361,6 +361,7 @@ class NarrowCompute {
   __device__ __forceinline__ std::int32_t query_rows() const {
     return query_rows_of_block<Traits, Place>(params_.shape);
   }
+
   // Query row of the block, as token and head.
   __device__ __forceinline__ QueryRow query_at(int query_row) const {
     return query_row_at(params_.shape, Place::kv_head(), Place::first_query_row() + query_row);
