@@ -342,16 +342,19 @@ void check_hostile(bool unwritten) {
     require(instance.enqueue());
     const cudaError_t error = cudaDeviceSynchronize();
     report("hostile " + what + " h" + std::to_string(instance.spec.num_heads_q) + " page" +
-               std::to_string(instance.spec.page_size),
+               std::to_string(instance.spec.page_size) + " " + instance.spec.kernel,
            error == cudaSuccess, cudaGetErrorString(error));
   };
   std::mt19937 random(12);
-  for (const int heads : {16, 32, 128}) {
+  const std::pair<int, const char*> kernels[] = {
+      {16, ""}, {32, ""}, {128, ""}, {128, "sm90a_divided_bf16_576"}};
+  for (const auto& [heads, kernel] : kernels) {
     for (const int page : {1, 16, 64}) {
       Case spec;
       spec.lengths = {300, 65};
       spec.num_heads_q = heads;
       spec.page_size = page;
+      spec.kernel = kernel;
       Instance instance = make_instance(spec, 11, true);
       is_harmless("block ids", instance);
 
