@@ -303,7 +303,7 @@ class FewMerger {
     std::uint32_t first = 0;
     for (;;) {
       publish(sum_of_parts(patience));
-      // In a second round a warp waits for nobody but itself.
+      // With rounds a team is one warp, which reads and writes what is its own alone.
       __syncthreads();
       if (threadIdx.x / 32 % team_warps() == 0 && count_ > 0) write();
       if constexpr (!kHasRounds) break;
