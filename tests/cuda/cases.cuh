@@ -516,6 +516,9 @@ inline void add_tensors(Cases& list) {
 inline void add_largest(Cases& list) {
   for (const int heads : {16, 32, 128}) {
     for (const char* plan : {"one", "shares"}) {
+      // After the wide kernel shares are weighed by their lse, which tells no counts of tokens
+      // then.
+      if (heads > 32 && plan == std::string("shares")) continue;
       Case c;
       c.label = "largest";
       c.lengths = {700};
