@@ -25,10 +25,10 @@ constexpr std::int32_t divided_parts(std::int32_t num_parts, std::int32_t query_
 }
 
 // With one row that a plan cuts into no more shares than that, half of the time is what begins and
-// ends a block, which is shorter for fewer query rows: one token and 128 heads 8.3 to 5.8 us, 1,024
-// tokens 11.3 to 8.4 (`cuda_bench 1x`). The lengths lie in the GPU's memory, so what the block
-// table can hold, most_blocks, stands for them. A lone part is not divided: in such plans a row's
-// result does not depend on the batch that it is in.
+// ends a block, which is shorter for fewer query rows: one token and 128 heads 8.3 to 5.9 us, 1,024
+// tokens 11.3 to 8.5 (`cuda_bench 1x`, the former with `sm90a_wide_bf16_576` after it). The lengths
+// lie in the GPU's memory, so what the block table can hold, most_blocks, stands for them. A lone
+// part is not divided: in such plans a row's result does not depend on the batch that it is in.
 constexpr bool is_worth_dividing(std::int32_t batch, std::int64_t most_blocks,
                                  std::int32_t num_parts, std::int32_t query_rows) {
   return batch == 1 && num_parts > 1 && most_blocks <= kMostDividedBlocks &&

@@ -313,9 +313,6 @@ Status decode(const Problem& problem, const select::KernelRow& kernel, void* wor
   if (guard.error() != cudaSuccess) return cuda_failure("cudaSetDevice", guard.error());
   DecodeParams params{};
   if (Status status = fill_params(params, problem, kernel, workspace); !status.ok()) return status;
-  if (kernel.form == select::Form::kDivided) {
-    params.divided_parts = tuning::divided_parts(problem.num_parts, problem.query_rows());
-  }
   // The kernels for few query rows have statistics of their own.
   if (!is_wide(kernel)) {
     params.shape.warp_statistics =

@@ -146,8 +146,9 @@ struct WideResults {
     to = Weighing{};
     // A part that saw no token has lse +inf. The weights of all parts together stay below 1, so
     // that a sum of the largest numbers that there are is none larger.
-    constexpr float kHeadroomOfParts = 14.0f, kWeight = 0x1p-14f;
-    static_assert(2 * select::kCudaMaxParts < 1 << 14);
+    constexpr int kHeadroomOfParts = 14;
+    constexpr float kWeight = 1.0f / (1 << kHeadroomOfParts);
+    static_assert(2 * select::kCudaMaxParts < 1 << kHeadroomOfParts);
     if (statistics.lse != kInfinity) {
       to = {fmaf(statistics.lse, kLog2E, kHeadroomOfParts), kWeight, kWeight * statistics.scale};
     }

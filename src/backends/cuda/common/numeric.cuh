@@ -19,20 +19,15 @@ inline constexpr float kNoReference = -1.0e30f;
 // How far above the largest score a new reference is put, base 2: values of bf16 reach as far as
 // fp32, so that a sum of them must be one of small multiples. fp16 has no room for that, nor need.
 template <class Element>
-inline constexpr float kHeadroom = 0.0f;
+inline constexpr int kHeadroom = 0;
 template <>
-inline constexpr float kHeadroom<__nv_bfloat16> = 24.0f;
-// 2 to minus that.
-template <class Element>
-inline constexpr float kNewWeight = 1.0f;
-template <>
-inline constexpr float kNewWeight<__nv_bfloat16> = 0x1p-24f;
+inline constexpr int kHeadroom<__nv_bfloat16> = 24;
 
 // A thread's share of a row sum of one tile at which the reference has been outgrown. Up to here P
 // and its sums are far from overflow (fp16: 65504); above, rounding of a dominating P that is not a
 // power of two starts to show. Standard-normal scores stay below.
 template <class Element>
-inline constexpr float kOutgrownSum = 64.0f * kNewWeight<Element>;
+inline constexpr float kOutgrownSum = 64.0f / (1 << kHeadroom<Element>);
 // The same, of the largest exponent.
 template <class Element>
 inline constexpr float kOutgrown = 6.0f - kHeadroom<Element>;

@@ -91,8 +91,7 @@ struct DecodeParams {
   const std::int32_t* visible_lens;  // null: `causal` decides
   std::int64_t visible_lens_batch_stride, visible_lens_token_stride;
   bool causal;
-  float scale_log2;            // softmax_scale * log2(e)
-  std::int32_t divided_parts;  // tuning::divided_parts(), for the kernel that divides query rows
+  float scale_log2;  // softmax_scale * log2(e)
 
   // The wide kernel's: the other slices of a tile; and where its results go, by boxes of
   // kStoredRows rows: out as q_map is of q, if out_has_map, and partial_out as (64 elements, query

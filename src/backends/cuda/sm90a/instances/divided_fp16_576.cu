@@ -8,7 +8,8 @@ namespace flashmla::cuda {
 cudaError_t launch_divided_fp16_576(const DecodeParams& params, cudaStream_t stream) {
   using Traits = sm90a::NarrowTraits<__half, 576, tuning::kDividedRows>;
   return sm90a::launch<sm90a::narrow_kernel<Traits, sm90a::DividedPlace<Traits::kQueryRows>>>(
-      params, Traits::kQueryRows, params.divided_parts, Traits::kThreads,
+      params, Traits::kQueryRows,
+      tuning::divided_parts(params.shape.num_parts, params.shape.query_rows), Traits::kThreads,
       sizeof(sm90a::NarrowShared<Traits>), stream);
 }
 
