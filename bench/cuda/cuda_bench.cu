@@ -1,7 +1,9 @@
 // Times the CUDA backend. One call is every kernel of a decode step; the plan is a workload of its
 // own. CUDA graphs; several copies of the cache in turn, so that L2 is cold.
 //
-// Usage: cuda_bench [filter [kernel]]. Prints CSV on standard output:
+// Usage: cuda_bench [filter [kernel]], the filter a part of a workload's name, or the whole name of
+// one that is not listed, such as "12x4096 h16 s1": rows x tokens of each, heads, query tokens.
+// Prints CSV on standard output:
 //     workload,mode,us,tflops,gbs,percent_of_ceiling,relative_error
 // Modes: burst (about 4 ms of work after an idle pause), sustained (after 0.4 s of load), and
 // apart_burst and apart_sustained (a one-element kernel between calls, whose own time is
@@ -158,6 +160,16 @@ struct Workload {
   int heads, tokens;
 };
 
+// The workload that a name describes; no rows: none.
+Workload workload_of(const std::string& name) {
+  int batch = 0, length = 0, heads = 0, tokens = 0, read = 0;
+  const int fields =
+      std::sscanf(name.c_str(), "%dx%d h%d s%d%n", &batch, &length, &heads, &tokens, &read);
+  const bool is_whole = fields == 4 && read == static_cast<int>(name.size());
+  if (!is_whole || std::min({batch, length, heads, tokens}) < 1) return {name, {}, 0, 0};
+  return {name, std::vector<std::int32_t>(batch, length), heads, tokens};
+}
+
 void bench(const Workload& workload, cudaStream_t stream, const Times& gbs, const Times& tflops,
            const std::string& kernel) {
   Case spec;
@@ -295,9 +307,14 @@ int main(int argc, char** argv) {
               gbs.sustained);
   std::printf("ceiling wgmma,burst,,%.1f,,,\nceiling wgmma,sustained,,%.1f,,,\n", tflops.burst,
               tflops.sustained);
+  bool is_listed = false;
   for (const Workload& workload : workloads) {
     if (workload.name.find(filter) == std::string::npos) continue;
+    is_listed = true;
     bench(workload, stream, gbs, tflops, kernel);
+  }
+  if (const Workload other = workload_of(filter); !is_listed && !other.lengths.empty()) {
+    bench(other, stream, gbs, tflops, kernel);
   }
   for (const int batch : {1, 128, 1024, 8192}) {
     if (("plan b" + std::to_string(batch)).find(filter) != std::string::npos) {
