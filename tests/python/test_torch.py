@@ -90,11 +90,12 @@ def test_full_graph_with_preallocated_results(inputs):
     assert same_bits(doubled, expected[0] * 2)
 
 
-def test_an_exported_program_equals_the_call(inputs):
-    class Step(torch.nn.Module):
-        def forward(self, q, k_cache, block_table, cache_seqlens):
-            return step(q, k_cache, block_table, cache_seqlens)
+class Step(torch.nn.Module):
+    def forward(self, q, k_cache, block_table, cache_seqlens):
+        return step(q, k_cache, block_table, cache_seqlens)
 
+
+def test_an_exported_program_equals_the_call(inputs):
     arguments = (inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens)
     batch = torch.export.Dim("batch", min=1, max=64)
     shapes = ({0: batch}, None, {0: batch}, {0: batch})
@@ -106,10 +107,6 @@ def test_an_exported_program_equals_the_call(inputs):
 
 
 def test_a_program_is_exported_for_any_number_of_query_tokens(inputs):
-    class Step(torch.nn.Module):
-        def forward(self, q, k_cache, block_table, cache_seqlens):
-            return step(q, k_cache, block_table, cache_seqlens)
-
     arguments = (inputs.q, inputs.k_cache, inputs.block_table, inputs.cache_seqlens)
     tokens = torch.export.Dim("tokens", min=1, max=16)
     program = torch.export.export(Step(), arguments, dynamic_shapes=({1: tokens}, None, None, None))
