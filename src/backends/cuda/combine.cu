@@ -255,7 +255,7 @@ struct Merged {
 };
 
 // A query row of a row that several parts walked.
-struct Place {
+struct MergedQueryRow {
   std::int32_t row = -1;  // of the batch; -1: none
   std::int32_t kv_head = 0;
   std::int32_t query_row = 0;
@@ -513,7 +513,7 @@ class ManyMerger {
   // Reads the partial results; what stands before follows from the plan alone.
   __device__ void run() {
     ptx::wait_for_previous_grid();
-    while (place_.row >= 0) {
+    while (current_.row >= 0) {
       write(sum_of_parts());
       item_ += gridDim.x * kWarps;
       locate();
@@ -533,14 +533,14 @@ class ManyMerger {
   }
 
   __device__ void locate() {
-    const std::int32_t row_before = place_.row;
-    place_.row = -1;
+    const std::int32_t row_before = current_.row;
+    current_.row = -1;
     if (item_ >= items_) return;
     const std::uint32_t of_row = item_ % query_rows_of_row(shape_);
-    place_.row = shared_.merged[item_ / query_rows_of_row(shape_)];
-    place_.kv_head = of_row / shape_.query_rows;
-    place_.query_row = of_row % shape_.query_rows;
-    if (place_.row != row_before) count_ = list_slots(shape_, shared_, place_.row, list_);
+    current_.row = shared_.merged[item_ / query_rows_of_row(shape_)];
+    current_.kv_head = of_row / shape_.query_rows;
+    current_.query_row = of_row % shape_.query_rows;
+    if (current_.row != row_before) count_ = list_slots(shape_, shared_, current_.row, list_);
   }
 
   // Of a chunk of this lane.
@@ -558,7 +558,7 @@ class ManyMerger {
       for (int j = 0; j < kPartsInFlight; ++j) {
         if (base + j >= count_) continue;
         const std::int64_t row =
-            partial_index(shape_, list_[base + j], place_.kv_head, place_.query_row);
+            partial_index(shape_, list_[base + j], current_.kv_head, current_.query_row);
 #pragma unroll
         for (int chunk = 0; chunk < kChunks; ++chunk) {
           Results::weighing(shape_, row, place(chunk), weighings[j][chunk]);
@@ -592,9 +592,9 @@ class ManyMerger {
   }
 
   __device__ void write(const Sum& total) const {
-    const QueryRow query = query_row_at(shape_, place_.kv_head, place_.query_row);
+    const QueryRow query = query_row_at(shape_, current_.kv_head, current_.query_row);
     const float scale = inverse_sum(total.sum);
-    Element* out = static_cast<Element*>(shape_.out) + out_offset(shape_, place_.row, query);
+    Element* out = static_cast<Element*>(shape_.out) + out_offset(shape_, current_.row, query);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const float* columns = total.columns + chunk * kLaneColumns;
@@ -605,7 +605,7 @@ class ManyMerger {
       store_row_chunk(out + Results::column(place(chunk)), packed, shape_.out_is_aligned);
     }
     if (threadIdx.x % 32 == 0) {
-      *lse_at(shape_, place_.row, query) = natural_lse(total.reference, total.sum);
+      *lse_at(shape_, current_.row, query) = natural_lse(total.reference, total.sum);
     }
   }
 
@@ -613,7 +613,7 @@ class ManyMerger {
   const CombineShared& shared_;
   std::uint32_t items_, item_;
   std::int32_t* list_;  // slots of the row's partial results
-  Place place_;
+  MergedQueryRow current_;
   std::int32_t count_ = 0;
 };
 
