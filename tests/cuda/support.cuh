@@ -13,8 +13,10 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <string>
+#include <type_traits>
 #include <vector>
 
 #include "backends/cuda/backend.hpp"
@@ -319,6 +321,21 @@ struct Instance {
   void launch(cudaStream_t stream = nullptr) const { require(enqueue(stream)); }
 
  private:
+  friend Instance make_instance(const Case& spec, std::uint32_t seed, bool hostile);
+
+  std::int64_t int_gap() const { return spec.spread ? 1 : 0; }
+  std::int32_t pages_of_row(std::int32_t row) const;
+  void set_sizes();  // and how many pages there are
+  // Tensors that are laid out as the case says, with what they hold.
+  void make_table(std::mt19937& random, bool hostile);
+  void make_lengths();
+  void make_visible_lens(std::mt19937& random);
+  void allocate_tensors();  // q, the cache and the results, all of them poison
+  template <class Element>
+  void fill_tensors(std::uint32_t seed, bool hostile, float largest);  // q and tokens in use
+  void allocate_plan();
+  void loosen_strides();
+  void remove_pages();
   void make_own_plan();
   // Writes field f of part p to fields_of(p)[f].
   template <class FieldsOf>
@@ -433,180 +450,219 @@ inline std::int64_t element_count(const std::vector<std::int32_t>& lengths) {
   return total;
 }
 
-// `hostile`: block ids in use are garbage as well.
+inline std::int32_t Instance::pages_of_row(std::int32_t row) const {
+  return (spec.lengths[row] + problem.page_size - 1) / problem.page_size;
+}
+
+inline void Instance::set_sizes() {
+  problem.device = {DeviceType::kCuda, 0};
+  problem.dtype = spec.dtype;
+  problem.batch = static_cast<std::int32_t>(spec.lengths.size());
+  problem.seq_len_q = spec.seq_len_q;
+  problem.num_heads_q = spec.num_heads_q;
+  problem.num_heads_k = spec.num_heads_k;
+  problem.head_dim = spec.head_dim;
+  problem.head_dim_v = 512;
+  problem.page_size = spec.page_size;
+  problem.softmax_scale = spec.softmax_scale != 0.0f
+                              ? spec.softmax_scale
+                              : 1.0f / std::sqrt(static_cast<float>(problem.head_dim));
+  problem.causal = spec.causal;
+  problem.max_pages_per_row = 1;
+  problem.num_blocks = 3;  // some that nobody uses
+  for (std::int32_t row = 0; row < problem.batch; ++row) {
+    const std::int32_t pages = pages_of_row(row);
+    problem.max_pages_per_row = std::max(problem.max_pages_per_row, spec.tight ? pages : pages + 1);
+    problem.num_blocks += pages;
+  }
+}
+
+inline void Instance::make_table(std::mt19937& random, bool hostile) {
+  std::vector<std::int32_t> ids(problem.num_blocks);
+  std::iota(ids.begin(), ids.end(), 0);
+  std::shuffle(ids.begin(), ids.end(), random);
+  const std::int32_t garbage[] = {-1, 2147480000, static_cast<std::int32_t>(ids.size()),
+                                  -2147483648};
+  std::vector<std::int32_t> entries(
+      lay_out(1, int_gap(),
+              std::array{Dimension{problem.max_pages_per_row, &problem.block_table_page_stride},
+                         Dimension{problem.batch, &problem.block_table_batch_stride}},
+              spec.spread),
+      kBetween);
+  std::size_t next = 0;
+  for (std::int32_t row = 0; row < problem.batch; ++row) {
+    const std::int32_t pages = pages_of_row(row);
+    for (std::int32_t i = 0; i < problem.max_pages_per_row; ++i) {
+      const bool good = i < pages && !(hostile && random() % 2 == 0);
+      entries[row * problem.block_table_batch_stride + i * problem.block_table_page_stride] =
+          good ? ids[next++ % ids.size()] : garbage[random() % 4];
+    }
+  }
+  table = DeviceArray<std::int32_t>(entries);
+  problem.block_table = table.data();
+}
+
+inline void Instance::make_lengths() {
+  std::vector<std::int32_t> entries(
+      lay_out(1, int_gap(), std::array{Dimension{problem.batch, &problem.cache_seqlens_stride}},
+              false),
+      kBetween);
+  for (std::int32_t row = 0; row < problem.batch; ++row) {
+    entries[row * problem.cache_seqlens_stride] = spec.lengths[row];
+  }
+  lengths = DeviceArray<std::int32_t>(entries);
+  problem.cache_seqlens = lengths.data();
+}
+
+inline void Instance::make_visible_lens(std::mt19937& random) {
+  std::vector<std::int32_t> entries(
+      lay_out(1, int_gap(),
+              std::array{Dimension{problem.seq_len_q, &problem.visible_lens_token_stride},
+                         Dimension{problem.batch, &problem.visible_lens_batch_stride}},
+              spec.spread),
+      kBetween);
+  for (std::int32_t row = 0; row < problem.batch; ++row) {
+    const std::int32_t length = spec.lengths[row];
+    std::vector<std::int32_t> of_row(problem.seq_len_q);
+    for (std::int32_t& v : of_row) {
+      const std::int32_t any = static_cast<std::int32_t>(random() % (length + 1));
+      const std::int32_t edges[] = {0, length, any / kBlockTokens * kBlockTokens};
+      const std::uint32_t choice = random() % 8;
+      v = choice < 3 ? edges[choice] : any;
+    }
+    std::sort(of_row.begin(), of_row.end());
+    for (std::int32_t t = 0; t < problem.seq_len_q; ++t) {
+      entries[row * problem.visible_lens_batch_stride + t * problem.visible_lens_token_stride] =
+          of_row[t];
+    }
+  }
+  visible = DeviceArray<std::int32_t>(entries);
+  problem.visible_lens = visible.data();
+}
+
+inline void Instance::allocate_tensors() {
+  const std::int64_t q_size =
+      lay_out(problem.head_dim, spec.gap,
+              std::array{Dimension{problem.num_heads_q, &problem.q_head_stride},
+                         Dimension{problem.seq_len_q, &problem.q_token_stride},
+                         Dimension{problem.batch, &problem.q_batch_stride}},
+              spec.permuted);
+  const std::int64_t cache_size =
+      lay_out(problem.head_dim, spec.gap,
+              std::array{Dimension{problem.num_heads_k, &problem.k_head_stride},
+                         Dimension{problem.page_size, &problem.k_token_stride},
+                         Dimension{problem.num_blocks, &problem.k_block_stride}},
+              spec.permuted);
+  const std::int64_t out_size =
+      lay_out(problem.head_dim_v, spec.out_gap,
+              std::array{Dimension{problem.num_heads_q, &problem.out_head_stride},
+                         Dimension{problem.seq_len_q, &problem.out_token_stride},
+                         Dimension{problem.batch, &problem.out_batch_stride}},
+              spec.permuted);
+  const std::int64_t lse_size =
+      lay_out(1, int_gap(),
+              std::array{Dimension{problem.seq_len_q, &problem.lse_token_stride},
+                         Dimension{problem.num_heads_q, &problem.lse_head_stride},
+                         Dimension{problem.batch, &problem.lse_batch_stride}},
+              spec.permuted);
+  out_begin = kMargin + spec.out_shift;
+  q = DeviceArray<std::uint16_t>(spec.gap + q_size);
+  cache = DeviceArray<std::uint16_t>(spec.gap + cache_size);
+  out = DeviceArray<std::uint16_t>(out_begin + out_size + kMargin);
+  lse = DeviceArray<float>(kMargin + lse_size + kMargin);
+  problem.q = q.data() + spec.gap;
+  problem.k_cache = cache.data() + spec.gap;
+  problem.out = out.data() + out_begin;
+  problem.lse = lse.data() + kMargin;
+  cache.fill(0xff);  // NaN
+  q.fill(0xff);
+  out.fill(0xff);
+  lse.fill(0xff);
+  if (spec.expanded) {
+    problem.q_batch_stride = problem.k_head_stride = problem.cache_seqlens_stride =
+        problem.block_table_batch_stride = 0;
+  }
+}
+
+template <class Element>
+void Instance::fill_tensors(std::uint32_t seed, bool hostile, float largest) {
+  const dim3 grid(256, std::max(problem.batch, 1));
+  auto* elements = reinterpret_cast<Element*>(q.data());
+  fill_normal<<<512, 256>>>(elements, q.size(), seed + 1, spec.largest ? 0.0f : spec.q_scale);
+  if (!hostile && problem.batch > 0) {
+    fill_used_tokens<Element><<<grid, 256>>>(problem, seed + 2, spec.largest ? largest : 0.0f);
+  }
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    if (spec.apart) set_apart<Element><<<grid, 256>>>(problem);
+  }
+}
+
+inline void Instance::allocate_plan() {
+  if (spec.num_parts > 0) {
+    problem.num_parts = spec.num_parts;
+  } else {
+    const Result<std::int32_t> parts =
+        cuda::num_parts(0, problem.query_rows(), problem.num_heads_k);
+    require(parts.status());
+    problem.num_parts = parts.value();
+  }
+  if (spec.plan == "one" || spec.plan == "stale") problem.num_parts = 1;
+  plan_rows = DeviceArray<std::int32_t>(lay_out(
+      kPlanRowFields, 3 * int_gap(), std::array{Dimension{problem.num_parts, &plan_pitch}}, false));
+  num_splits = DeviceArray<std::int32_t>(problem.batch + 1);
+  problem.plan_rows = plan_rows.data();
+  problem.plan_row_stride = plan_pitch;
+}
+
+inline void Instance::loosen_strides() {
+  for (const Dimension& dimension :
+       {Dimension{problem.batch, &problem.q_batch_stride},
+        Dimension{problem.seq_len_q, &problem.q_token_stride},
+        Dimension{problem.num_heads_q, &problem.q_head_stride},
+        Dimension{problem.num_blocks, &problem.k_block_stride},
+        Dimension{problem.page_size, &problem.k_token_stride},
+        Dimension{problem.num_heads_k, &problem.k_head_stride},
+        Dimension{problem.batch, &problem.out_batch_stride},
+        Dimension{problem.seq_len_q, &problem.out_token_stride},
+        Dimension{problem.num_heads_q, &problem.out_head_stride},
+        Dimension{problem.batch, &problem.lse_batch_stride},
+        Dimension{problem.num_heads_q, &problem.lse_head_stride},
+        Dimension{problem.seq_len_q, &problem.lse_token_stride},
+        Dimension{problem.batch, &problem.block_table_batch_stride},
+        Dimension{problem.max_pages_per_row, &problem.block_table_page_stride},
+        Dimension{problem.batch, &problem.cache_seqlens_stride},
+        Dimension{problem.num_parts, &problem.plan_row_stride}}) {
+    if (dimension.extent == 1) *dimension.stride = (std::int64_t{1} << 41) + 1;
+  }
+}
+
+inline void Instance::remove_pages() {
+  problem.k_cache = nullptr;
+  problem.block_table = nullptr;
+  problem.num_blocks = problem.max_pages_per_row = 0;
+}
+
+// `hostile`: block ids in use are garbage as well. Everything follows from the case and the seed:
+// the order of the steps is that of their random numbers.
 inline Instance make_instance(const Case& spec, std::uint32_t seed, bool hostile = false) {
   std::mt19937 random(seed);
   Instance instance;
   instance.spec = spec;
-  Problem& p = instance.problem;
-  p.device = {DeviceType::kCuda, 0};
-  p.dtype = spec.dtype;
-  p.batch = static_cast<std::int32_t>(spec.lengths.size());
-  p.seq_len_q = spec.seq_len_q;
-  p.num_heads_q = spec.num_heads_q;
-  p.num_heads_k = spec.num_heads_k;
-  p.head_dim = spec.head_dim;
-  p.head_dim_v = 512;
-  p.page_size = spec.page_size;
-  p.softmax_scale = spec.softmax_scale != 0.0f ? spec.softmax_scale
-                                               : 1.0f / std::sqrt(static_cast<float>(p.head_dim));
-  p.causal = spec.causal;
-
-  std::int32_t most_pages = 1;
-  std::int64_t pages = 3;  // some that nobody uses
-  for (const std::int32_t length : spec.lengths) {
-    const std::int32_t count = (length + p.page_size - 1) / p.page_size;
-    most_pages = std::max(most_pages, spec.tight ? count : count + 1);
-    pages += count;
-  }
-  p.num_blocks = pages;
-  p.max_pages_per_row = most_pages;
-  std::vector<std::int32_t> ids(pages);
-  for (std::int64_t i = 0; i < pages; ++i) ids[i] = static_cast<std::int32_t>(i);
-  std::shuffle(ids.begin(), ids.end(), random);
-  const std::int32_t garbage[] = {-1, 2147480000, static_cast<std::int32_t>(pages), -2147483648};
-  const std::int64_t int_gap = spec.spread ? 1 : 0;
-  std::vector<std::int32_t> table(
-      lay_out(1, int_gap,
-              std::array{Dimension{most_pages, &p.block_table_page_stride},
-                         Dimension{p.batch, &p.block_table_batch_stride}},
-              spec.spread),
-      kBetween);
-  std::size_t next = 0;
-  for (std::int32_t row = 0; row < p.batch; ++row) {
-    const std::int32_t count = (spec.lengths[row] + p.page_size - 1) / p.page_size;
-    for (std::int32_t i = 0; i < most_pages; ++i) {
-      const bool good = i < count && !(hostile && random() % 2 == 0);
-      table[row * p.block_table_batch_stride + i * p.block_table_page_stride] =
-          good ? ids[next++ % ids.size()] : garbage[random() % 4];
-    }
-  }
-  instance.table = DeviceArray<std::int32_t>(table);
-  p.block_table = instance.table.data();
-
-  std::vector<std::int32_t> lengths(
-      lay_out(1, int_gap, std::array{Dimension{p.batch, &p.cache_seqlens_stride}}, false),
-      kBetween);
-  for (std::int32_t row = 0; row < p.batch; ++row) {
-    lengths[row * p.cache_seqlens_stride] = spec.lengths[row];
-  }
-  instance.lengths = DeviceArray<std::int32_t>(lengths);
-  p.cache_seqlens = instance.lengths.data();
-
-  if (spec.visible_lens) {
-    std::vector<std::int32_t> visible(
-        lay_out(1, int_gap,
-                std::array{Dimension{p.seq_len_q, &p.visible_lens_token_stride},
-                           Dimension{p.batch, &p.visible_lens_batch_stride}},
-                spec.spread),
-        kBetween);
-    for (std::int32_t row = 0; row < p.batch; ++row) {
-      const std::int32_t length = spec.lengths[row];
-      std::vector<std::int32_t> of_row(p.seq_len_q);
-      for (std::int32_t& v : of_row) {
-        const std::int32_t any = static_cast<std::int32_t>(random() % (length + 1));
-        const std::int32_t edges[] = {0, length, any / kBlockTokens * kBlockTokens};
-        const std::uint32_t choice = random() % 8;
-        v = choice < 3 ? edges[choice] : any;
-      }
-      std::sort(of_row.begin(), of_row.end());
-      for (std::int32_t t = 0; t < p.seq_len_q; ++t) {
-        visible[row * p.visible_lens_batch_stride + t * p.visible_lens_token_stride] = of_row[t];
-      }
-    }
-    instance.visible = DeviceArray<std::int32_t>(visible);
-    p.visible_lens = instance.visible.data();
-  }
-
-  const std::int64_t q_size = lay_out(
-      p.head_dim, spec.gap,
-      std::array{Dimension{p.num_heads_q, &p.q_head_stride},
-                 Dimension{p.seq_len_q, &p.q_token_stride}, Dimension{p.batch, &p.q_batch_stride}},
-      spec.permuted);
-  const std::int64_t cache_size = lay_out(
-      p.head_dim, spec.gap,
-      std::array{Dimension{p.num_heads_k, &p.k_head_stride},
-                 Dimension{p.page_size, &p.k_token_stride}, Dimension{pages, &p.k_block_stride}},
-      spec.permuted);
-  const std::int64_t out_size = lay_out(p.head_dim_v, spec.out_gap,
-                                        std::array{Dimension{p.num_heads_q, &p.out_head_stride},
-                                                   Dimension{p.seq_len_q, &p.out_token_stride},
-                                                   Dimension{p.batch, &p.out_batch_stride}},
-                                        spec.permuted);
-  const std::int64_t lse_size = lay_out(1, int_gap,
-                                        std::array{Dimension{p.seq_len_q, &p.lse_token_stride},
-                                                   Dimension{p.num_heads_q, &p.lse_head_stride},
-                                                   Dimension{p.batch, &p.lse_batch_stride}},
-                                        spec.permuted);
-  instance.out_begin = kMargin + spec.out_shift;
-  instance.q = DeviceArray<std::uint16_t>(spec.gap + q_size);
-  instance.cache = DeviceArray<std::uint16_t>(spec.gap + cache_size);
-  instance.out = DeviceArray<std::uint16_t>(instance.out_begin + out_size + kMargin);
-  instance.lse = DeviceArray<float>(kMargin + lse_size + kMargin);
-  p.q = instance.q.data() + spec.gap;
-  p.k_cache = instance.cache.data() + spec.gap;
-  p.out = instance.out.data() + instance.out_begin;
-  p.lse = instance.lse.data() + kMargin;
-  instance.cache.fill(0xff);  // NaN
-  instance.q.fill(0xff);
-  instance.out.fill(0xff);
-  instance.lse.fill(0xff);
-  if (spec.expanded) {
-    p.q_batch_stride = p.k_head_stride = p.cache_seqlens_stride = p.block_table_batch_stride = 0;
-  }
-  const dim3 grid(256, std::max(p.batch, 1));
-  if (p.dtype == DType::kBFloat16) {
-    auto* q = reinterpret_cast<__nv_bfloat16*>(instance.q.data());
-    fill_normal<<<512, 256>>>(q, instance.q.size(), seed + 1, spec.largest ? 0.0f : spec.q_scale);
-    if (!hostile && p.batch > 0) {
-      fill_used_tokens<__nv_bfloat16>
-          <<<grid, 256>>>(p, seed + 2, spec.largest ? 0x1.fep127f : 0.0f);
-    }
-    if (spec.apart) set_apart<__nv_bfloat16><<<grid, 256>>>(p);
+  instance.set_sizes();
+  instance.make_table(random, hostile);
+  instance.make_lengths();
+  if (spec.visible_lens) instance.make_visible_lens(random);
+  instance.allocate_tensors();
+  if (spec.dtype == DType::kBFloat16) {
+    instance.fill_tensors<__nv_bfloat16>(seed, hostile, 0x1.fep127f);
   } else {
-    auto* q = reinterpret_cast<__half*>(instance.q.data());
-    fill_normal<<<512, 256>>>(q, instance.q.size(), seed + 1, spec.largest ? 0.0f : spec.q_scale);
-    if (!hostile && p.batch > 0) {
-      fill_used_tokens<__half><<<grid, 256>>>(p, seed + 2, spec.largest ? 65504.0f : 0.0f);
-    }
+    instance.fill_tensors<__half>(seed, hostile, 65504.0f);
   }
-
-  if (spec.num_parts > 0) {
-    p.num_parts = spec.num_parts;
-  } else {
-    const Result<std::int32_t> parts = cuda::num_parts(0, p.query_rows(), p.num_heads_k);
-    require(parts.status());
-    p.num_parts = parts.value();
-  }
-  if (spec.plan == "one" || spec.plan == "stale") p.num_parts = 1;
-  instance.plan_rows = DeviceArray<std::int32_t>(
-      lay_out(kPlanRowFields, 3 * int_gap, std::array{Dimension{p.num_parts, &instance.plan_pitch}},
-              false));
-  instance.num_splits = DeviceArray<std::int32_t>(p.batch + 1);
-  p.plan_rows = instance.plan_rows.data();
-  p.plan_row_stride = instance.plan_pitch;
+  instance.allocate_plan();
   instance.make_plan(random);
-  if (spec.loose) {
-    for (const Dimension& dimension :
-         {Dimension{p.batch, &p.q_batch_stride}, Dimension{p.seq_len_q, &p.q_token_stride},
-          Dimension{p.num_heads_q, &p.q_head_stride}, Dimension{p.num_blocks, &p.k_block_stride},
-          Dimension{p.page_size, &p.k_token_stride}, Dimension{p.num_heads_k, &p.k_head_stride},
-          Dimension{p.batch, &p.out_batch_stride}, Dimension{p.seq_len_q, &p.out_token_stride},
-          Dimension{p.num_heads_q, &p.out_head_stride}, Dimension{p.batch, &p.lse_batch_stride},
-          Dimension{p.num_heads_q, &p.lse_head_stride}, Dimension{p.seq_len_q, &p.lse_token_stride},
-          Dimension{p.batch, &p.block_table_batch_stride},
-          Dimension{p.max_pages_per_row, &p.block_table_page_stride},
-          Dimension{p.batch, &p.cache_seqlens_stride},
-          Dimension{p.num_parts, &p.plan_row_stride}}) {
-      if (dimension.extent == 1) *dimension.stride = (std::int64_t{1} << 41) + 1;
-    }
-  }
-  if (spec.no_pages) {
-    p.k_cache = nullptr;
-    p.block_table = nullptr;
-    p.num_blocks = p.max_pages_per_row = 0;
-  }
-  instance.workspace = DeviceArray<std::uint8_t>(cuda::workspace_bytes(p));
+  if (spec.loose) instance.loosen_strides();
+  if (spec.no_pages) instance.remove_pages();
+  instance.workspace = DeviceArray<std::uint8_t>(cuda::workspace_bytes(instance.problem));
   FLASHMLA_CUDA_REQUIRE(cudaDeviceSynchronize());
   return instance;
 }
