@@ -4,7 +4,8 @@ include(CMakePackageConfigHelpers)
 # A static library leaves its dependencies to whoever links it.
 set(flashmla_dependencies "")
 set(flashmla_private_libs "")
-if(NOT BUILD_SHARED_LIBS)
+get_target_property(flashmla_type flashmla TYPE)
+if(flashmla_type STREQUAL "STATIC_LIBRARY")
   set(flashmla_private_libs "-lstdc++ -lm")
   if(FLASHMLA_OPENMP AND TARGET OpenMP::OpenMP_CXX)
     string(APPEND flashmla_dependencies "find_dependency(OpenMP COMPONENTS CXX)\n")
@@ -30,14 +31,25 @@ install(EXPORT flashmla
 configure_package_config_file(
   ${PROJECT_SOURCE_DIR}/cmake/flashmlaConfig.cmake.in ${PROJECT_BINARY_DIR}/flashmlaConfig.cmake
   INSTALL_DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/flashmla)
-# Before 1.0 a minor version may change the interface.
 write_basic_package_version_file(${PROJECT_BINARY_DIR}/flashmlaConfigVersion.cmake
                                  COMPATIBILITY SameMinorVersion)
 install(FILES ${PROJECT_BINARY_DIR}/flashmlaConfig.cmake
               ${PROJECT_BINARY_DIR}/flashmlaConfigVersion.cmake
         DESTINATION ${CMAKE_INSTALL_LIBDIR}/cmake/flashmla)
 
-# Paths relative to the .pc file, so that a prefix may be moved.
-file(RELATIVE_PATH flashmla_pc_prefix /prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig /prefix)
+# What was given relative to the prefix is found relative to the .pc file, so that a prefix may be
+# moved. An absolute path stays, and with it the prefix that the build was configured for.
+if(IS_ABSOLUTE "${CMAKE_INSTALL_LIBDIR}")
+  set(flashmla_pc_prefix "${CMAKE_INSTALL_PREFIX}")
+else()
+  file(RELATIVE_PATH upwards "/prefix/${CMAKE_INSTALL_LIBDIR}/pkgconfig" "/prefix")
+  set(flashmla_pc_prefix "\${pcfiledir}/${upwards}")
+endif()
+foreach(folder LIBDIR INCLUDEDIR)
+  cmake_path(APPEND flashmla_pc_${folder} "\${prefix}" "${CMAKE_INSTALL_${folder}}")
+endforeach()
+foreach(path prefix LIBDIR INCLUDEDIR)
+  string(REPLACE " " "\\ " flashmla_pc_${path} "${flashmla_pc_${path}}")
+endforeach()
 configure_file(${PROJECT_SOURCE_DIR}/cmake/flashmla.pc.in ${PROJECT_BINARY_DIR}/flashmla.pc @ONLY)
 install(FILES ${PROJECT_BINARY_DIR}/flashmla.pc DESTINATION ${CMAKE_INSTALL_LIBDIR}/pkgconfig)

@@ -12,6 +12,13 @@
 //     flashmla::decode(arguments, workspace);                                    // once a layer
 #pragma once
 
+#if __cplusplus < 202002L
+#error "flashmla.hpp needs C++20 (-std=c++20); flashmla.h serves C and older C++"
+#endif
+#if !defined(__cpp_exceptions)
+#error "flashmla.hpp throws, so it needs exceptions; flashmla.h needs none"
+#endif
+
 #include <algorithm>
 #include <cstddef>
 #include <cstdint>
