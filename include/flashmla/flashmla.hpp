@@ -92,12 +92,21 @@ inline TensorView view(const void* data, DType dtype, Shape shape, Shape strides
   return result;
 }
 
+// Elements side by side that stay where they are: a span, or a vector or array that is no
+// temporary.
+template <class Values>
+concept Borrowed = std::ranges::contiguous_range<Values> && std::ranges::sized_range<Values> &&
+    std::ranges::borrowed_range<Values>;
+template <class Values>
+concept BorrowedNumbers = Borrowed<Values> &&
+    (std::is_same_v<std::ranges::range_value_t<Values>, float> ||
+     std::is_same_v<std::ranges::range_value_t<Values>, std::int32_t>);
+
 // A vector, array or span as a tensor. float and int32_t say their dtype; 16-bit elements need it:
 // view(values, DType::kBFloat16, shape). The library refuses a call that would leave the memory of
 // `values`, which must outlive the calls that use the view.
-template <std::ranges::contiguous_range Values>
-requires std::ranges::sized_range<Values> TensorView view(const Values& values, DType dtype,
-                                                          Shape shape, Shape strides = {}) {
+template <Borrowed Values>
+TensorView view(Values&& values, DType dtype, Shape shape, Shape strides = {}) {
   const std::size_t size_bytes =
       std::ranges::size(values) * sizeof(std::ranges::range_value_t<Values>);
   const TensorView result = view(std::ranges::data(values), dtype, shape, strides, size_bytes);
@@ -108,11 +117,8 @@ requires std::ranges::sized_range<Values> TensorView view(const Values& values, 
   return result;
 }
 
-template <std::ranges::contiguous_range Values>
-requires std::ranges::sized_range<Values> &&
-    (std::is_same_v<std::ranges::range_value_t<Values>, float> ||
-     std::is_same_v<std::ranges::range_value_t<Values>, std::int32_t>)TensorView
-    view(const Values& values, Shape shape, Shape strides = {}) {
+template <BorrowedNumbers Values>
+TensorView view(Values&& values, Shape shape, Shape strides = {}) {
   constexpr bool kIsFloat = std::is_same_v<std::ranges::range_value_t<Values>, float>;
   return view(values, kIsFloat ? DType::kFloat32 : DType::kInt32, shape, strides);
 }
@@ -348,6 +354,10 @@ inline void decode(const DecodeArguments& arguments, void* workspace, std::size_
 // The same with a workspace in host memory that grows as needed; for the CPU.
 inline void decode(const DecodeArguments& arguments, Workspace& workspace,
                    const flashmla_executor* executor = nullptr) {
+  if (arguments.device.type != DeviceType::kCpu) {
+    throw Error(StatusCode::kInvalidArgument,
+                "a Workspace is host memory; give a call on a GPU memory of its device");
+  }
   flashmla_decode_args args = detail::to_c(arguments);
   args.allocate = [](void* memory, std::size_t bytes) -> void* {
     try {

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <array>
 #include <cmath>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -119,6 +120,11 @@ template <class ParallelFor>
 concept MakesExecutor = requires(ParallelFor&& parallel_for) {
   make_executor(std::forward<ParallelFor>(parallel_for), 1);
 };
+template <class Values>
+concept IsViewed = requires(Values&& values) {
+  view(std::forward<Values>(values), {1});
+  view(std::forward<Values>(values), DType::kFloat32, {1});
+};
 template <class PlanType>
 concept IsUsed = requires(DecodeArguments& arguments, PlanType&& plan) {
   arguments.use(std::forward<PlanType>(plan));
@@ -132,6 +138,12 @@ TEST(CppApi, BorrowsNoTemporaries) {
   EXPECT_TRUE(IsUsed<Plan&>);
   EXPECT_TRUE(IsUsed<const Plan&>);
   EXPECT_FALSE(IsUsed<Plan>);
+  EXPECT_TRUE(IsViewed<std::vector<float>&>);
+  EXPECT_TRUE((IsViewed<const std::array<float, 3>&>));
+  EXPECT_TRUE(IsViewed<float(&)[3]>);
+  EXPECT_TRUE(IsViewed<std::span<const float>>);
+  EXPECT_FALSE(IsViewed<std::vector<float>>);
+  EXPECT_FALSE((IsViewed<std::array<float, 3>>));
 }
 
 TEST(CppApi, DecodesOnACallersExecutor) {
@@ -191,6 +203,12 @@ TEST(CppApi, ThrowsTheStatusAndTheMessage) {
   EXPECT_EQ(call.out[0], 9.0f);
 
   arguments = call.arguments();
+  arguments.device.type = DeviceType::kCuda;
+  EXPECT_NE(
+      std::string(error_of([&] { decode(arguments, workspace); }).what()).find("is host memory"),
+      std::string::npos);
+
+  arguments = call.arguments();
   arguments.kernel = "cpu_reference_bf16";
   EXPECT_EQ(error_of([&] { decode(arguments, workspace); }).code(), StatusCode::kUnsupported);
   const std::int32_t negative[] = {5, -1};
@@ -215,7 +233,7 @@ TEST(CppApi, ViewsKnowTheirMemory) {
 
   error_of([&] { (void)view(values, {1, 1, 1, 1, 1, 1}); });
   error_of([&] { (void)view(values, {2, 3}, {1}); });
-  error_of([&] { (void)view(std::vector<float>{}, {2}); });
+  error_of([&] { (void)view(std::span<const float>(), {2}); });
   error_of([&] { (void)view(values, {INT64_MAX, INT64_MAX, 2}); });
 
   // A shape larger than its memory is the library's error.
