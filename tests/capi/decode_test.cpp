@@ -4,6 +4,7 @@
 
 #include <cmath>
 #include <cstdlib>
+#include <cstring>
 #include <random>
 #include <tuple>
 
@@ -150,6 +151,19 @@ TEST_P(Decode, QueriesBeyondTheLengthSeeNothing) {
 TEST_P(Decode, EmptyBatch) {
   DecodeCase call(shape_of({}));
   run(call);
+  // Of whatever sizes: work is counted by the rows that there are.
+  call.plan(1000);
+  flashmla_decode_args args = call.args();
+  args.q.shape[1] = args.out.shape[1] = args.softmax_lse.shape[2] = INT32_MAX;
+  args.q.shape[2] = args.out.shape[2] = args.softmax_lse.shape[1] = INT32_MAX;
+  args.k_cache.shape[0] = 0;
+  args.k_cache.shape[2] = INT32_MAX;
+  std::size_t bytes = 0;
+  ASSERT_EQ(flashmla_decode_workspace_size(&args, 2, &bytes), FLASHMLA_OK) << flashmla_last_error();
+  EXPECT_LT(bytes, 1000u * 64);
+  const GuardedMemory workspace((bytes + 63) / 64 * 64);
+  EXPECT_EQ(flashmla_decode(&args, workspace.data(), bytes, nullptr), FLASHMLA_OK)
+      << flashmla_last_error();
 }
 
 // --- Tables, pages, heads, strides ---------------------------------------------------------------
@@ -327,6 +341,41 @@ TEST_P(Decode, StridedCacheEqualsContiguous) {
         << flashmla_last_error();
     EXPECT_EQ(plain.out.values(), strided.out.values()) << "layer " << layer;
     EXPECT_EQ(plain.lse.values(), strided.lse.values()) << "layer " << layer;
+  }
+}
+
+TEST_P(Decode, TensorsMayLieAtAnyOfTheirElements) {
+  DecodeShape shape = shape_of({130, 65});
+  shape.seq_len_q = 2;
+  shape.visible_lens = {129, 130, 64, 65};
+  DecodeCase call(shape);
+  call.plan(4);
+  ASSERT_NO_FATAL_FAILURE(run(call));
+  for (const std::int64_t shift : {1, 2, 3, 5, 8, 16, 31}) {
+    flashmla_decode_args args = call.args();
+    args.kernel = GetParam().name.c_str();
+    std::vector<Array> moved;
+    for (flashmla_tensor* tensor :
+         {&args.q, &args.k_cache, &args.block_table, &args.cache_seqlens, &args.visible_lens,
+          &args.tile_scheduler_metadata, &args.num_splits, &args.out, &args.softmax_lse}) {
+      const auto dtype = static_cast<DType>(tensor->dtype);
+      const auto bytes = static_cast<std::int64_t>(tensor->size_bytes);
+      const Array& memory =
+          moved.emplace_back(dtype, Sizes{bytes / element_size(dtype) + shift}, kUnwritten);
+      std::memcpy(memory.bytes(), tensor->data, tensor->size_bytes);
+      tensor->data = memory.bytes();
+    }
+    const std::vector<std::byte> out = call.out.copy_bytes(), lse = call.lse.copy_bytes();
+    std::memset(args.out.data, 0xff, out.size());
+    std::memset(args.softmax_lse.data, 0xff, lse.size());
+    std::size_t bytes = 0;
+    ASSERT_EQ(flashmla_decode_workspace_size(&args, 1, &bytes), FLASHMLA_OK);
+    const GuardedMemory workspace((bytes + 63) / 64 * 64);
+    TestExecutor serial = serial_executor();
+    ASSERT_EQ(flashmla_decode(&args, workspace.data(), bytes, serial.get()), FLASHMLA_OK)
+        << flashmla_last_error();
+    EXPECT_EQ(std::memcmp(args.out.data, out.data(), out.size()), 0) << shift;
+    EXPECT_EQ(std::memcmp(args.softmax_lse.data, lse.data(), lse.size()), 0) << shift;
   }
 }
 

@@ -37,7 +37,9 @@ WorkItems work_items(const Problem& problem, const DecodeKernel& kernel, std::in
       (rows - 1) / most_rows + 1,
       static_cast<std::int32_t>(std::min<std::int64_t>(threads_each, (rows - 1) / kLeastRows + 1)));
   const auto rows_each = static_cast<std::int32_t>(round_up((rows - 1) / groups + 1, row_tile));
-  return {problem.num_parts, problem.num_heads_k, (rows - 1) / rows_each + 1, rows_each};
+  // Without a walk there are none, of however many parts and heads.
+  const std::int32_t parts = num_row_walks > 0 ? problem.num_parts : 0;
+  return {parts, problem.num_heads_k, (rows - 1) / rows_each + 1, rows_each};
 }
 
 // One work item: the part's walk, for one key/value head and one group of query rows.
@@ -217,7 +219,7 @@ Result<WorkspaceLayout> lay_out_workspace(const Problem& problem, const DecodeKe
       (kernel.scratch_bytes(problem) + kAlignment - 1) / kAlignment * kAlignment;
   layout.scratch = areas.add(static_cast<std::size_t>(layout.num_workers), layout.scratch_stride);
   layout.total_bytes = areas.end();
-  if (too_many || areas.overflow()) {
+  if (too_many || areas.overflow() || layout.total_bytes > PTRDIFF_MAX) {
     return Status(StatusCode::kOutOfMemory, "the workspace of " +
                                                 std::to_string(layout.num_fragments) +
                                                 " partial results is larger than 64 bits count");
