@@ -26,16 +26,28 @@ flashmla_status report(const Status& status) {
   return static_cast<flashmla_status>(status.code());
 }
 
+// What was thrown past the library's own statuses.
+flashmla_status report_thrown(const char* what) noexcept {
+  try {
+    return report({StatusCode::kInternal, what});
+  } catch (const std::bad_alloc&) {
+    last_error = "out of memory";  // short enough to need none
+    return FLASHMLA_OUT_OF_MEMORY;
+  }
+}
+
 // Runs a call that returns a Status; nothing may be thrown through the C boundary.
 template <class Call>
 flashmla_status guarded(const Call& call) noexcept {
   try {
     return report(call());
   } catch (const std::bad_alloc&) {
-    last_error = "out of memory";  // short enough to need none
+    last_error = "out of memory";
     return FLASHMLA_OUT_OF_MEMORY;
   } catch (const std::exception& error) {
-    return report({StatusCode::kInternal, error.what()});
+    return report_thrown(error.what());
+  } catch (...) {
+    return report_thrown("something was thrown that is no std::exception");
   }
 }
 

@@ -54,8 +54,8 @@ Status check_on_host(const AnyProblem& problem, void* stream) {
 constexpr std::size_t kCpuAlignment = 64;
 constexpr std::size_t kCudaAlignment = 256;
 
-Result<std::byte*> take_workspace(const WorkspaceSource& source, std::size_t needed,
-                                  std::size_t alignment) {
+Result<std::byte*> take_workspace(const DecodeRequest& request, const WorkspaceSource& source,
+                                  std::size_t needed, std::size_t alignment) {
   std::byte* memory = source.memory;
   std::size_t bytes = memory == nullptr ? 0 : source.bytes;
   if (memory == nullptr && needed > 0 && source.allocate != nullptr) {
@@ -74,30 +74,31 @@ Result<std::byte*> take_workspace(const WorkspaceSource& source, std::size_t nee
     return Status::invalid_argument("workspace is not aligned to " + std::to_string(alignment) +
                                     " bytes");
   }
+  if (Status status = check_workspace(request, memory, needed); !status.ok()) return status;
   return memory;
 }
 
-Status decode_on_gpu(const Problem& problem, std::string_view forced, const WorkspaceSource& source,
-                     void* stream) {
-  const Result<const select::KernelRow*> kernel = select_kernel(problem, forced);
+Status decode_on_gpu(const DecodeRequest& request, const Problem& problem,
+                     const WorkspaceSource& source, void* stream) {
+  const Result<const select::KernelRow*> kernel = select_kernel(problem, request.kernel);
   if (!kernel.ok()) return kernel.status();
   const Result<std::byte*> workspace =
-      take_workspace(source, cuda::workspace_bytes(problem), kCudaAlignment);
+      take_workspace(request, source, cuda::workspace_bytes(problem), kCudaAlignment);
   if (!workspace.ok()) return workspace.status();
   if (Status status = check_on_host(problem, stream); !status.ok()) return status;
   return cuda::decode(problem, *kernel.value(), workspace.value(), stream);
 }
 
-Status decode_on_cpu(const Problem& problem, std::string_view forced, const WorkspaceSource& source,
-                     const cpu::Executor& executor) {
-  const Result<const cpu::DecodeKernel*> selected = select_cpu_kernel(problem, forced);
+Status decode_on_cpu(const DecodeRequest& request, const Problem& problem,
+                     const WorkspaceSource& source, const cpu::Executor& executor) {
+  const Result<const cpu::DecodeKernel*> selected = select_cpu_kernel(problem, request.kernel);
   if (!selected.ok()) return selected.status();
   const cpu::DecodeKernel& kernel = *selected.value();
   const Result<cpu::WorkspaceLayout> layout =
       cpu::lay_out_workspace(problem, kernel, executor.num_threads);
   if (!layout.ok()) return layout.status();
   const Result<std::byte*> workspace =
-      take_workspace(source, layout.value().total_bytes, kCpuAlignment);
+      take_workspace(request, source, layout.value().total_bytes, kCpuAlignment);
   if (!workspace.ok()) return workspace.status();
   const Result<schedule::Schedule> schedule = schedule::resolve(
       problem, layout.value().num_fragments, workspace.value() + layout.value().schedule);
@@ -188,9 +189,9 @@ Status decode(const DecodeRequest& request, const WorkspaceSource& workspace,
   if (!problem.ok()) return problem.status();
   if (Status status = device_supported(request.device); !status.ok()) return status;
   if (request.device.type == DeviceType::kCuda) {
-    return decode_on_gpu(problem.value(), request.kernel, workspace, execution.stream);
+    return decode_on_gpu(request, problem.value(), workspace, execution.stream);
   }
-  return decode_on_cpu(problem.value(), request.kernel, workspace, execution.executor);
+  return decode_on_cpu(request, problem.value(), workspace, execution.executor);
 }
 
 Status merge(const MergeRequest& request, const Execution& execution) {

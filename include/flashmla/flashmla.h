@@ -9,7 +9,8 @@
  *    are only ever added at the end, and a field left zero has its documented default.
  *  - Shapes and strides are counted in elements. A tensor argument that is optional is absent when
  *    it is all zero.
- *  - What a call writes shares no memory with its other tensors; it may lie in their gaps.
+ *  - What a call writes, workspace included, shares no memory with its other tensors; it may lie in
+ *    their gaps.
  *  - Every call may be made from several threads at once.
  *  - Lengths, block ids and plans are checked on the CPU. On a GPU that would mean to wait for it:
  *    a call does so when the environment variable FLASHMLA_CHECK is 1, and is else harmless, its
@@ -64,7 +65,8 @@ typedef struct flashmla_tensor {
 } flashmla_tensor;
 
 /* Threads for CPU work. parallel_for must call body(body_data, i) once for each i in [0, count),
- * in any order, on any threads, and return when all calls have returned. */
+ * in any order, on any threads, and return when all calls have returned. An exception of it ends
+ * the call in FLASHMLA_INTERNAL, when it may have written some of its results. */
 typedef struct flashmla_executor {
   size_t struct_size;
   void* context;       /* handed to parallel_for */
@@ -184,8 +186,8 @@ FLASHMLA_API flashmla_status flashmla_merge(const flashmla_merge_args* args,
 
 /* --- About the library ------------------------------------------------------------------------ */
 
-/* Message of this thread's last call that did not return FLASHMLA_OK; never null. Valid until this
- * thread's next call. */
+/* Why this thread's last call did not return FLASHMLA_OK; empty when it did, never null. Valid
+ * until this thread's next call. */
 FLASHMLA_API const char* flashmla_last_error(void);
 
 /* "major.minor.patch". */

@@ -230,6 +230,25 @@ Result<Problem> validate(const DecodeRequest& request) {
   return problem;
 }
 
+Status check_workspace(const DecodeRequest& request, void* memory, std::size_t bytes) {
+  TensorView workspace;
+  workspace.data = memory;
+  workspace.dtype = DType::kInt32;
+  workspace.rank = 1;
+  workspace.shape[0] = static_cast<std::int64_t>(bytes / sizeof(std::int32_t));
+  workspace.strides[0] = 1;
+  return check_apart({{"workspace", workspace}},
+                     {{"q", request.q},
+                      {"k_cache", request.k_cache},
+                      {"block_table", request.block_table},
+                      {"cache_seqlens", request.cache_seqlens},
+                      {"visible_lens", request.visible_lens},
+                      {"tile_scheduler_metadata", request.tile_scheduler_metadata},
+                      {"num_splits", request.num_splits},
+                      {"out", request.out},
+                      {"softmax_lse", request.softmax_lse}});
+}
+
 Result<PlanProblem> validate(const PlanRequest& request) {
   const Argument cache_seqlens{"cache_seqlens", request.cache_seqlens};
   const Argument plan_rows{"tile_scheduler_metadata", request.tile_scheduler_metadata};

@@ -2,6 +2,7 @@
 #pragma once
 
 #include <algorithm>
+#include <cstddef>
 #include <cstdint>
 #include <span>
 
@@ -128,6 +129,8 @@ Status check_device(const Device& device);
 // The only places that reject input. On the CPU the contents of the int32 tensors are checked too
 // (the plan itself is checked when it is resolved: schedule/resolve.hpp).
 Result<Problem> validate(const DecodeRequest& request);
+// Of the scratch memory of a request that passed, whose bytes are less than 2^63.
+Status check_workspace(const DecodeRequest& request, void* memory, std::size_t bytes);
 Result<PlanProblem> validate(const PlanRequest& request);
 Result<MergeProblem> validate(const MergeRequest& request);
 

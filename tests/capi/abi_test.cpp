@@ -200,6 +200,8 @@ TEST(Abi, LastErrorBelongsToItsThread) {
     EXPECT_EQ(flashmla_kernel_at(-5, nullptr), FLASHMLA_INVALID_ARGUMENT);
   }).join();
   EXPECT_EQ(flashmla_last_error(), mine);
+  EXPECT_EQ(flashmla_device_supported(FLASHMLA_CPU, 0), FLASHMLA_OK);
+  EXPECT_STREQ(flashmla_last_error(), "");
 }
 
 TEST(Abi, CudaTensorsAreRefusedWithoutABackend) {

@@ -4,12 +4,15 @@
 
 #include <cmath>
 #include <cstddef>
+#include <cstring>
 #include <functional>
+#include <stdexcept>
 #include <string>
 #include <vector>
 
 #include "support/calls.hpp"
 #include "support/decode_case.hpp"
+#include "support/executors.hpp"
 
 namespace flashmla::testing {
 namespace {
@@ -468,6 +471,32 @@ TEST(DecodeCallMessage, Workspace) {
   EXPECT_TRUE(call.lse.unwritten());
 }
 
+TEST(DecodeCallMessage, WorkspaceSharesNoMemory) {
+  DecodeCase call(valid_shape());
+  call.plan(4);
+  ASSERT_EQ(call.run().status, FLASHMLA_OK);
+  const std::vector<std::byte> out = call.out.copy_bytes();
+  flashmla_decode_args args = call.args();
+  std::size_t bytes = 0;
+  ASSERT_EQ(flashmla_decode_workspace_size(&args, 0, &bytes), FLASHMLA_OK);
+  const GuardedMemory memory((bytes + 64 + out.size() + 63) / 64 * 64);
+  std::memset(memory.data(), static_cast<int>(kUnwritten), memory.size());
+  args.out.data = memory.data() + bytes - 64;
+  EXPECT_EQ(flashmla_decode(&args, memory.data(), bytes, nullptr), FLASHMLA_INVALID_ARGUMENT);
+  expect_words(flashmla_last_error(), {"workspace shares memory with out", "must lie apart"});
+  EXPECT_EQ(memory.data()[bytes - 64], kUnwritten);
+  // Past the bytes that are needed, though not past those that are there.
+  args.out.data = memory.data() + bytes;
+  ASSERT_EQ(flashmla_decode(&args, memory.data(), memory.size(), nullptr), FLASHMLA_OK)
+      << flashmla_last_error();
+  EXPECT_EQ(std::memcmp(args.out.data, out.data(), out.size()), 0);
+
+  args = call.args();
+  args.q.data = memory.data() + 64;
+  EXPECT_EQ(flashmla_decode(&args, memory.data(), bytes, nullptr), FLASHMLA_INVALID_ARGUMENT);
+  expect_words(flashmla_last_error(), {"workspace shares memory with q"});
+}
+
 // What gives a call its workspace, and how it was asked.
 struct Allocator {
   void* memory = nullptr;
@@ -551,6 +580,19 @@ TEST(DecodeCallMessage, Executor) {
             FLASHMLA_INVALID_ARGUMENT);
   expect_words(flashmla_last_error(), {"executor.struct_size is 0"});
   EXPECT_TRUE(call.out.unwritten());
+}
+
+TEST(DecodeCallMessage, ExceptionsOfAnExecutor) {
+  DecodeCase call(valid_shape());
+  call.plan(4);
+  TestExecutor standard(3, [](std::int64_t, const auto&) { throw std::runtime_error("no pool"); });
+  DecodeCase::Outcome outcome = call.run({}, standard.get());
+  EXPECT_EQ(outcome.status, FLASHMLA_INTERNAL);
+  EXPECT_EQ(outcome.message, "no pool");
+  TestExecutor other(3, [](std::int64_t, const auto&) { throw 7; });
+  outcome = call.run({}, other.get());
+  EXPECT_EQ(outcome.status, FLASHMLA_INTERNAL);
+  expect_words(outcome.message, {"thrown", "std::exception"});
 }
 
 // --- Planning ------------------------------------------------------------------------------------
