@@ -161,9 +161,7 @@ TEST_P(Decode, EmptyBatch) {
   std::size_t bytes = 0;
   ASSERT_EQ(flashmla_decode_workspace_size(&args, 2, &bytes), FLASHMLA_OK) << flashmla_last_error();
   EXPECT_LT(bytes, 1000u * 64);
-  const GuardedMemory workspace((bytes + 63) / 64 * 64);
-  EXPECT_EQ(flashmla_decode(&args, workspace.data(), bytes, nullptr), FLASHMLA_OK)
-      << flashmla_last_error();
+  EXPECT_EQ(DecodeCase::decode(args, nullptr).status, FLASHMLA_OK) << flashmla_last_error();
 }
 
 // --- Tables, pages, heads, strides ---------------------------------------------------------------
@@ -333,12 +331,9 @@ TEST_P(Decode, StridedCacheEqualsContiguous) {
     args.k_cache.size_bytes = pool.size_bytes() - layer * 64 * 576 * element_size(shape.dtype);
     plain.out.refill(kUnwritten);
     plain.lse.refill(kUnwritten);
-    std::size_t bytes = 0;
-    ASSERT_EQ(flashmla_decode_workspace_size(&args, 1, &bytes), FLASHMLA_OK);
-    const GuardedMemory workspace((bytes + 63) / 64 * 64);
     TestExecutor serial = serial_executor();
-    ASSERT_EQ(flashmla_decode(&args, workspace.data(), bytes, serial.get()), FLASHMLA_OK)
-        << flashmla_last_error();
+    const DecodeCase::Outcome outcome = DecodeCase::decode(args, serial.get());
+    ASSERT_EQ(outcome.status, FLASHMLA_OK) << outcome.message;
     EXPECT_EQ(plain.out.values(), strided.out.values()) << "layer " << layer;
     EXPECT_EQ(plain.lse.values(), strided.lse.values()) << "layer " << layer;
   }
@@ -368,12 +363,9 @@ TEST_P(Decode, TensorsMayLieAtAnyOfTheirElements) {
     const std::vector<std::byte> out = call.out.copy_bytes(), lse = call.lse.copy_bytes();
     std::memset(args.out.data, 0xff, out.size());
     std::memset(args.softmax_lse.data, 0xff, lse.size());
-    std::size_t bytes = 0;
-    ASSERT_EQ(flashmla_decode_workspace_size(&args, 1, &bytes), FLASHMLA_OK);
-    const GuardedMemory workspace((bytes + 63) / 64 * 64);
     TestExecutor serial = serial_executor();
-    ASSERT_EQ(flashmla_decode(&args, workspace.data(), bytes, serial.get()), FLASHMLA_OK)
-        << flashmla_last_error();
+    const DecodeCase::Outcome outcome = DecodeCase::decode(args, serial.get());
+    ASSERT_EQ(outcome.status, FLASHMLA_OK) << outcome.message;
     EXPECT_EQ(std::memcmp(args.out.data, out.data(), out.size()), 0) << shift;
     EXPECT_EQ(std::memcmp(args.softmax_lse.data, lse.data(), lse.size()), 0) << shift;
   }

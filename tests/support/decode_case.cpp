@@ -162,20 +162,25 @@ void DecodeCase::plan_by_hand(const std::vector<std::vector<std::int32_t>>& rows
   num_splits.refill(std::byte{0});
 }
 
+DecodeCase::Outcome DecodeCase::decode(const flashmla_decode_args& args,
+                                       const flashmla_executor* executor) {
+  std::size_t bytes = 0;
+  flashmla_status status = flashmla_decode_workspace_size(
+      &args, executor != nullptr ? executor->num_threads : 0, &bytes);
+  if (status != FLASHMLA_OK) return {status, flashmla_last_error()};
+  // A whole number of 64 bytes, so that it both ends at the guard and is aligned.
+  const GuardedMemory workspace((bytes + 63) / 64 * 64);
+  std::memset(workspace.data(), 0xff, workspace.size());
+  status = flashmla_decode(&args, workspace.data(), bytes, executor);
+  return {status, flashmla_last_error()};
+}
+
 DecodeCase::Outcome DecodeCase::run(const std::string& kernel, const flashmla_executor* executor) {
   out.refill(kUnwritten);
   lse.refill(kUnwritten);
   flashmla_decode_args call = args();
   if (!kernel.empty()) call.kernel = kernel.c_str();
-  std::size_t bytes = 0;
-  flashmla_status status = flashmla_decode_workspace_size(
-      &call, executor != nullptr ? executor->num_threads : 0, &bytes);
-  if (status != FLASHMLA_OK) return {status, flashmla_last_error()};
-  // A whole number of 64 bytes, so that it both ends at the guard and is aligned.
-  const GuardedMemory workspace((bytes + 63) / 64 * 64);
-  std::memset(workspace.data(), 0xff, workspace.size());
-  status = flashmla_decode(&call, workspace.data(), bytes, executor);
-  return {status, status == FLASHMLA_OK ? "" : flashmla_last_error()};
+  return decode(call, executor);
 }
 
 }  // namespace flashmla::testing

@@ -70,8 +70,10 @@ class DecodeCase {
     flashmla_status status;
     std::string message;
   };
-  // Refills outputs with kUnwritten, sizes a workspace that ends at a guard page and is filled with
-  // NaN, and decodes. kernel empty: the library chooses. executor null: the library's threads.
+  // Sizes a workspace that ends at a guard page and is filled with NaN, and decodes. executor null:
+  // the library's threads.
+  static Outcome decode(const flashmla_decode_args& args, const flashmla_executor* executor);
+  // Refills outputs with kUnwritten and decodes. kernel empty: the library chooses.
   Outcome run(const std::string& kernel = {}, const flashmla_executor* executor = nullptr);
 
   std::int64_t batch() const { return static_cast<std::int64_t>(shape.lengths.size()); }
