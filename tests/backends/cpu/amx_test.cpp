@@ -228,6 +228,92 @@ TEST_F(Amx, SmallScoresStillCountAfterARaise) {
   expect_right(decode_case);
 }
 
+// A reference that rises a little above weights of the same block, which are most of the sum: with
+// eight rows at most no weight is rounded to bf16 alone, and none is then.
+TEST_F(Amx, ARaiseRoundsNoWeightsAnew) {
+  for (int step = 0; step < 64; ++step) {
+    SCOPED_TRACE(step);
+    DecodeShape shape;
+    shape.lengths = {64};
+    shape.num_heads_q = 4;
+    shape.head_dim = 64;
+    shape.head_dim_v = 64;
+    shape.softmax_scale = std::log(2.0);  // scores are powers of two
+    const auto token = [=](std::int64_t, std::int64_t j, std::int64_t, std::int64_t c) {
+      if (c == 0) return j < 16 ? 0.0 : j < 48 ? 25.0 : j == 48 ? 30.0 : 0.0;
+      if (c == 1) return j == 48 ? step / 64.0 : 0.0;
+      return j < 48 ? 1.0 + static_cast<double>(c) / 64 : 0.0;
+    };
+    const auto query = [](std::int64_t, std::int64_t, std::int64_t, std::int64_t c) {
+      return c < 2 ? 1.0 : 0.0;
+    };
+    DecodeCase decode_case(shape, query, token);
+    ASSERT_EQ(decode_case.run(kKernel).status, FLASHMLA_OK);
+    const Expected expected = evaluate(decode_case);
+    for (std::int64_t c = 2; c < shape.head_dim_v; ++c) {
+      const double half_ulp = std::ldexp(1.0, std::ilogb(expected.out[c]) - 8);
+      EXPECT_NEAR(decode_case.out.at(0, 0, 0, c), expected.out[c], 1.05 * half_ulp) << c;
+    }
+  }
+}
+
+// As many like tokens as one sum in float32 would not count: 2^25, all of the same page.
+TEST_F(Amx, MillionsOfLikeTokens) {
+  constexpr std::int32_t kPages = 8192, kPageSize = 4096;
+  for (const std::int64_t heads : {16, 32}) {
+    SCOPED_TRACE(heads);
+    DecodeShape shape;
+    shape.lengths = {kPageSize};
+    shape.page_size = kPageSize;
+    shape.num_heads_q = heads;
+    shape.head_dim = 64;
+    shape.head_dim_v = 64;
+    DecodeCase decode_case(shape, zero_q,
+                           [](std::int64_t, std::int64_t, std::int64_t, std::int64_t c) {
+                             return 1.0 + static_cast<double>(c % 7) / 8;
+                           });
+    const Expected expected = evaluate(decode_case);
+    const auto page = static_cast<std::int32_t>(decode_case.block_of(0, 0));
+    decode_case.block_table = int32_array({1, kPages}, std::vector(kPages, page));
+    decode_case.cache_seqlens = int32_array({1}, {kPages * kPageSize});
+    decode_case.plan_by_hand({{0, 0, 0, kPages * kPageSize / 64}});
+    ASSERT_EQ(decode_case.run(kKernel).status, FLASHMLA_OK);
+    EXPECT_TRUE(out_close(decode_case.out, expected.out, tolerance_of(DType::kBFloat16)));
+    EXPECT_NEAR(decode_case.lse.at(0, 0, 0), 25 * std::log(2.0), 2e-5);
+  }
+}
+
+// Rows of more than one chain of 65,536 tokens: with as many tokens as a chain has, with references
+// that rise in the next chain, and with queries that see nothing of it.
+TEST_F(Amx, RowsOfAboutAChain) {
+  for (const std::int64_t heads : {3, 7, 10}) {
+    for (const std::int32_t length : {65536, 65600}) {
+      SCOPED_TRACE(std::to_string(heads) + " heads, " + std::to_string(length) + " tokens");
+      DecodeShape shape;
+      shape.lengths = {length};
+      shape.seq_len_q = 2;
+      shape.num_heads_q = heads;
+      shape.head_dim = 64;
+      shape.head_dim_v = 64;
+      shape.softmax_scale = 1.0;
+      shape.visible_lens = {65530, length};
+      // What is hidden under the last token shows in its columns of zeros.
+      const auto token = [=](std::int64_t, std::int64_t j, std::int64_t, std::int64_t c) {
+        const bool last = j == length - 1;
+        if (c == 0) return last ? 22.0 : 0.0;
+        if (c % 2 == 0) return last ? 0.0 : 0x1p15 * static_cast<double>(1 + (j + c) % 3);
+        return static_cast<double>((j + 3 * c) % 5);
+      };
+      const auto query = [](std::int64_t, std::int64_t, std::int64_t h, std::int64_t c) {
+        return c == 0 ? static_cast<double>(h % 3) / 2 : 0.0;
+      };
+      DecodeCase decode_case(shape, query, token);
+      decode_case.plan_by_hand({{0, 0, 0, 2000}});
+      expect_right(decode_case);
+    }
+  }
+}
+
 // Sums of the values overflow unless they are guarded, and the scores are ordinary ones.
 TEST_F(Amx, OverflowingSumsInBothLoops) {
   const QueryValue queries = random_values(24);

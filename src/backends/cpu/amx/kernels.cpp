@@ -5,6 +5,8 @@
 //   scores      S^T = K Q^T: the cache is read in place as the A operand
 //   softmax     P = 2^(S - m), rounded to bf16 and transposed, between the products of the scores
 //   accumulate  O += P V
+// where more tokens follow kChainTokens of them:
+//   end_chain   what O holds joins the sum of the chains before it, and O begins at 0 again
 // and after the last one:
 //   finish      out = O / sum, lse
 // The lines of the next block are asked for all along.
@@ -93,6 +95,7 @@ class Decode {
   // Tokens are counted in int32, past the last block and the one after it too.
   static_assert(kMaxRowTokens <=
                 std::numeric_limits<std::int32_t>::max() - 2 * Shape::kBlockTokens);
+  static_assert(kChainTokens % Shape::kBlockTokens == 0);
   static constexpr std::int32_t kBlockTiles = Shape::kBlockTokens / kTileRows;
   static constexpr std::int32_t kGroupTiles = Shape::kGroupTokens / kTileRows;
   static constexpr std::int32_t kBlockUnits = Shape::kBlockTokens / Shape::kUnitTokens;
@@ -212,21 +215,22 @@ class Decode {
 
   // The row's query is taken times 2^-n: returns n and sets the scales of its scores.
   std::int32_t lower_query(std::int32_t row, const BFloat16* query) {
-    // exp(x) = 2^(x log2(e))
-    constexpr float kLog2E = 1.44269504f;
-    const float scale = static_cast<float>(std::abs(problem_.softmax_scale));
+    // exp(x) = 2^(x log2(e)). A mantissa below 1 and a power of two: float may not hold the scale.
+    constexpr double kLog2E = 1.4426950408889634;
+    int exponent = 0;
+    const double mantissa = std::frexp(std::abs(problem_.softmax_scale) * kLog2E, &exponent);
     const std::int32_t largest = exponent_of_largest(query);
     // Infinities and NaN stay what they are.
     const std::int32_t n = largest == 128 ? 0 : std::max(0, largest + kQueryMargin);
+    exponent += n;
     // What the scale does not hold is another factor, and makes the row a guarded one.
-    const std::int32_t into_scale = std::min(n, 126 - exponent_of(scale));
-    // log2(e) last: what it is taken times must be a normal number.
-    const float first =
-        scale * exp2_of(into_scale / 2) * exp2_of(into_scale - into_scale / 2) * kLog2E;
+    const std::int32_t into_scale = std::min(exponent, 127);
+    const float first = static_cast<float>(mantissa) * exp2_of(into_scale / 2) *
+                        exp2_of(into_scale - into_scale / 2);
     scratch_.scales[row] = guarded_ ? 1.0f : first;
     scratch_.guarded_scales[0][row] = first;
-    scratch_.guarded_scales[1][row] = exp2_of(n - into_scale);
-    if (into_scale != n && row < rows_) overflown_.add(row);
+    scratch_.guarded_scales[1][row] = exp2_of(exponent - into_scale);
+    if (into_scale != exponent && row < rows_) overflown_.add(row);
     return n;
   }
 
@@ -419,6 +423,38 @@ class Decode {
     } else {
       accumulate_values(block, block.keys);
     }
+    const std::int32_t next = block.begin + Shape::kBlockTokens;
+    if (next % kChainTokens == 0 && next < end_) end_chain();
+  }
+
+  // What O holds joins the sum of the chains before it, and O begins at 0 again.
+  [[gnu::noinline]] void end_chain() {
+    const std::int32_t column_tiles = problem_.head_dim_v / kTileFloats;
+    for (std::int32_t row_tile = 0; row_tile < row_tiles_; ++row_tile) {
+      const std::int32_t first_row = row_tile * kTileRows;
+      const __m512 before = _mm512_load_ps(scratch_.chain_references + first_row);
+      const __m512 after = _mm512_load_ps(scratch_.references + first_row);
+      // Those of a row that has seen nothing are infinite.
+      const __mmask16 same = _mm512_cmp_ps_mask(before, after, _CMP_EQ_OQ);
+      alignas(64) float factors[kTileRows];
+      _mm512_store_ps(factors, _mm512_mask_mov_ps(exp2_f32x16(_mm512_sub_ps(before, after)), same,
+                                                  _mm512_set1_ps(1.0f)));
+      _mm512_store_ps(scratch_.chain_references + first_row, after);
+      const std::int64_t first = std::int64_t{first_row} * problem_.head_dim_v;
+      for (std::int32_t i = 0; i < column_tiles * kTileRows; ++i) {
+        float* output = scratch_.outputs + first + i * kTileFloats;
+        float* chains = scratch_.chain_outputs + first + i * kTileFloats;
+        __m512 sum = _mm512_load_ps(output);
+        // What was never written is not read: it may be no number.
+        if (has_chains_) {
+          sum =
+              _mm512_fmadd_ps(_mm512_load_ps(chains), _mm512_set1_ps(factors[i % kTileRows]), sum);
+        }
+        _mm512_store_ps(chains, sum);
+        _mm512_store_ps(output, _mm512_setzero_ps());
+      }
+    }
+    has_chains_ = true;
   }
 
   // Blocks of products of accumulate_values().
@@ -451,10 +487,13 @@ class Decode {
     results_.flush(scratch_.sink);
   }
 
+  // Where a tile of O lies in Scratch::outputs, and in Scratch::chain_outputs.
+  std::int64_t output_offset(std::int32_t row_tile, std::int32_t column) const {
+    return (std::int64_t{row_tile} * (problem_.head_dim_v / kTileFloats) + column / kTileFloats) *
+           kTileBytes;
+  }
   std::byte* output_tile(std::int32_t row_tile, std::int32_t column) const {
-    return reinterpret_cast<std::byte*>(scratch_.outputs) +
-           (std::int64_t{row_tile} * (problem_.head_dim_v / kTileFloats) + column / kTileFloats) *
-               kTileBytes;
+    return reinterpret_cast<std::byte*>(scratch_.outputs) + output_offset(row_tile, column);
   }
   static const std::byte* weight_tiles(const Block<Shape>& block, std::int32_t row_tile) {
     return block.weights + std::int64_t{row_tile} * kBlockUnits * Shape::kUnitBytes;
@@ -620,6 +659,7 @@ class Decode {
   // --- finish -----------------------------------------------------------------------------------
 
   void finish() {
+    if (has_chains_) end_chain();
     for (std::int32_t row = 0; row < rows_; ++row) {
       if (!wanted_.has(row)) continue;
       const double total = scratch_.totals[row];
@@ -706,9 +746,11 @@ class Decode {
     const __m512i high = _mm512_load_si512(order[1]);
     const __m512 factors = _mm512_set1_ps(factor);
     const bool empty = scratch_.visible[row] == 0;
+    const auto* outputs =
+        reinterpret_cast<const std::byte*>(has_chains_ ? scratch_.chain_outputs : scratch_.outputs);
     for (std::int32_t column = 0; column < problem_.head_dim_v; column += kTileElements) {
       const std::byte* tile =
-          output_tile(row / kTileRows, column) + row % kTileRows * kTileRowBytes;
+          outputs + output_offset(row / kTileRows, column) + row % kTileRows * kTileRowBytes;
       __m512 first = _mm512_setzero_ps();
       __m512 second = _mm512_setzero_ps();
       if (!empty) {
@@ -737,6 +779,7 @@ class Decode {
   // Tokens from the begin of the task: what every row sees, and what some row sees.
   std::int32_t least_visible_ = 0;
   std::int32_t end_ = 0;
+  bool has_chains_ = false;
 
   ResultTiles results_;
   Softmax<Shape> softmax_;

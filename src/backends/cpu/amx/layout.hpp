@@ -19,6 +19,11 @@ namespace {
 inline constexpr std::int32_t kMaxQueryRows = 256;
 static_assert(kMaxQueryRows % kMostTileRows == 0);
 
+// Tokens whose values are summed up before they join the others: the sum of a long row would
+// outgrow what is added to it. Of like tokens, a pair of which is added at a time, 2^16 still leave
+// the last ones nine bits.
+inline constexpr std::int32_t kChainTokens = 1 << 16;
+
 // Ways to walk the cache. Which one a problem takes depends on its query rows alone, never on
 // those of a task, so that a row's bits do not depend on which rows share its task.
 //
@@ -133,6 +138,10 @@ class Scratch {
     for (std::byte*& area : weights) area = take<std::byte>(row_tiles * units * Shape::kUnitBytes);
     outputs = take<float>(row_tiles * kTileRows * problem.head_dim_v * 4);
     outputs_aside = take<float>(row_tiles * kTileRows * problem.head_dim_v * 4);
+    const bool may_chain =
+        std::int64_t{problem.max_pages_per_row} * problem.page_size > kChainTokens;
+    chain_outputs = take<float>(may_chain ? row_tiles * kTileRows * problem.head_dim_v * 4 : 0);
+    chain_references = take<float>(may_chain ? row_tiles * kTileRowBytes : 0);
     for (std::byte*& area : gathered) area = take<std::byte>(Shape::kBlockTokens * token_bytes);
     gathered_values = take<std::byte>(Shape::kBlockTokens * token_bytes);
     if (Shape::kInterleavedValues) {
@@ -167,6 +176,10 @@ class Scratch {
   float* outputs;
   // A copy of `outputs`, for those blocks too.
   float* outputs_aside;
+  // O of the chains that have ended, laid out as `outputs`, and [row] m when the last of them
+  // ended.
+  float* chain_outputs;
+  float* chain_references;
   // Copies of the tokens that cannot be read where they lie, of each block in flight: [token of the
   // block][head_dim] bf16.
   std::byte* gathered[Shape::kBlocksInFlight];

@@ -4,8 +4,8 @@
 // the weights of a unit of tokens add up to more than kLargestSum, which float and bf16 hold
 // without loss; only then is it raised, to the largest score of that unit, and the unit weighed
 // anew. After a row's first unit that hardly ever happens, so no pass looks for maxima and O is
-// hardly ever rescaled; and what is rescaled then weighs less than a unit's share of 1 /
-// kLargestSum, so that rounding it anew costs nothing.
+// hardly ever rescaled. Weights of the same block are rounded once more then, unless they are
+// split: m then rises by whole powers of two, which round none.
 //
 // In a guarded task weights carry a factor of kGuardedWeight and scores are capped at the largest
 // float, so that no finite value overflows O and no finite score is lost. All its units take the
@@ -216,8 +216,9 @@ class Softmax {
     _mm512_store_pd(totals + 8, _mm512_add_pd(_mm512_load_pd(totals + 8), _mm512_cvtps_pd(high)));
   }
 
-  // Lifts m of the rows in `raised` to the largest score of the unit, and what was weighed under
-  // the old m with it, and weighs the unit anew, into Scratch::elements and unit_totals.
+  // Lifts m of the rows in `raised` to the largest score of the unit, see target(), and what
+  // was weighed under the old m with it, and weighs the unit anew, into Scratch::elements and
+  // unit_totals.
   [[gnu::noinline]] void raise(__mmask16 raised) {
     __m512 largest = _mm512_set1_ps(-std::numeric_limits<float>::infinity());
     for (std::int32_t token = 0; token < Shape::kUnitTokens; ++token) {
@@ -228,7 +229,7 @@ class Softmax {
         _mm512_mul_ps(largest, _mm512_load_ps(scratch_.scales + row_tile_ * kTileRows));
     float* references = scratch_.references + row_tile_ * kTileRows;
     const __m512 before = _mm512_load_ps(references);
-    const __m512 after = _mm512_mask_max_ps(before, raised, before, exponent);
+    const __m512 after = _mm512_mask_max_ps(before, raised, before, target(before, exponent));
     _mm512_store_ps(references, after);
     // 2^(before - after): 0 for a row that had seen nothing.
     const __m512 factors =
@@ -245,6 +246,19 @@ class Softmax {
       _mm512_store_si512(scratch_.elements + slice * kTileFloats, unit.elements[slice]);
     });
     _mm512_store_ps(scratch_.unit_totals, unit.sum);
+  }
+
+  // Where m rises to from `before` for a largest score of `exponent`. That weighs 1 then, which
+  // bf16 holds; of split weights, which need not be that, at least a half, unless what was weighed
+  // before is hardly anything any more.
+  static __m512 target(__m512 before, __m512 exponent) {
+    if constexpr (!Shape::kSplitsWeights) return exponent;
+    constexpr int kUp = _MM_FROUND_TO_POS_INF | _MM_FROUND_NO_EXC;
+    // A unit that weighed 2^30 weighs 2^-34 then.
+    const __m512 most = _mm512_set1_ps(64.0f);
+    const __m512 rise = _mm512_roundscale_ps(_mm512_sub_ps(exponent, before), kUp);
+    const __mmask16 counts = _mm512_cmp_ps_mask(rise, most, _CMP_LE_OQ);
+    return _mm512_mask_add_ps(exponent, counts, before, rise);
   }
 
   // row: of the row tile.
