@@ -24,15 +24,17 @@ inline bool is_empty_part(float lse) {
 // What the weights of a query's parts are relative to.
 struct MergeScale {
   float largest = -std::numeric_limits<float>::infinity();  // of the lse of parts not empty
-  float sum = 0.0f;  // of exp(lse_i - largest); 0: every part is empty
+  // Of exp(lse_i - largest), in double: there may be thousands. 0: every part is empty.
+  double sum = 0.0;
 
   float weight(float lse) const {
-    return is_empty_part(lse) ? 0.0f : std::exp(lse - largest) / sum;
+    if (is_empty_part(lse)) return 0.0f;
+    return static_cast<float>(static_cast<double>(std::exp(lse - largest)) / sum);
   }
   float merged_lse() const {
-    if (sum == 0.0f) return std::numeric_limits<float>::infinity();
-    if (sum == 1.0f) return largest;  // adding log(1) would turn -0 into 0
-    return static_cast<float>(static_cast<double>(largest) + std::log(static_cast<double>(sum)));
+    if (sum == 0.0) return std::numeric_limits<float>::infinity();
+    if (sum == 1.0) return largest;  // adding log(1) would turn -0 into 0
+    return static_cast<float>(static_cast<double>(largest) + std::log(sum));
   }
 };
 
@@ -47,10 +49,14 @@ MergeScale merge_scale(std::int64_t num_parts, const LseOf& lse_of) {
   }
   for (std::int64_t i = 0; i < num_parts; ++i) {
     const float lse = lse_of(i);
-    if (!is_empty_part(lse)) scale.sum += std::exp(lse - scale.largest);
+    if (!is_empty_part(lse)) scale.sum += static_cast<double>(std::exp(lse - scale.largest));
   }
   return scale;
 }
+
+// Parts that are summed up before they join the others: the sum of thousands would outgrow what is
+// added to it.
+inline constexpr std::int64_t kChainParts = 64;
 
 // Merges the num_parts rows out_of(i), each `columns` contiguous elements, into out, and returns
 // the merged lse.
@@ -59,7 +65,7 @@ float merge_row(std::int64_t num_parts, const LseOf& lse_of, const OutOf& out_of
                 std::int32_t columns, Out* out) {
   const MergeScale scale = merge_scale(num_parts, lse_of);
   constexpr std::int32_t kChunk = 512;  // columns summed at once, on the stack
-  float sums[kChunk];
+  float sums[kChunk], chains[kChunk];
   // Rounding must not carry the mean of the largest floats past them; 16-bit elements round such a
   // mean to their own largest number.
   constexpr bool kKeepsRange = std::is_same_v<Out, float>;
@@ -68,8 +74,8 @@ float merge_row(std::int64_t num_parts, const LseOf& lse_of, const OutOf& out_of
   for (std::int32_t begin = 0; begin < columns; begin += kChunk) {
     const std::int32_t count = columns - begin < kChunk ? columns - begin : kChunk;
     // -0 is the identity of addition: 0 would turn a lone part's -0 into 0.
-    const float start = scale.sum == 0.0f ? 0.0f : -0.0f;
-    for (std::int32_t c = 0; c < count; ++c) sums[c] = start;
+    std::fill_n(sums, count, scale.sum == 0.0 ? 0.0f : -0.0f);
+    std::int64_t num_summed = 0;
     if constexpr (kKeepsRange) {
       std::fill_n(least, count, kInfinity);
       std::fill_n(largest, count, -kInfinity);
@@ -77,6 +83,12 @@ float merge_row(std::int64_t num_parts, const LseOf& lse_of, const OutOf& out_of
     for (std::int64_t i = 0; i < num_parts; ++i) {
       const float lse = lse_of(i);
       if (is_empty_part(lse)) continue;
+      if (num_summed > 0 && num_summed % kChainParts == 0) {
+        if (num_summed == kChainParts) std::fill_n(chains, count, -0.0f);
+        for (std::int32_t c = 0; c < count; ++c) chains[c] += sums[c];
+        std::fill_n(sums, count, -0.0f);
+      }
+      ++num_summed;
       const float weight = scale.weight(lse);
       const In* part = out_of(i) + begin;
       for (std::int32_t c = 0; c < count; ++c) {
@@ -88,8 +100,11 @@ float merge_row(std::int64_t num_parts, const LseOf& lse_of, const OutOf& out_of
         }
       }
     }
+    if (num_summed > kChainParts) {
+      for (std::int32_t c = 0; c < count; ++c) sums[c] += chains[c];
+    }
     if constexpr (kKeepsRange) {
-      for (std::int32_t c = 0; c < count && scale.sum != 0.0f; ++c) {
+      for (std::int32_t c = 0; c < count && scale.sum != 0.0; ++c) {
         sums[c] = std::max(std::min(sums[c], largest[c]), least[c]);
       }
     }

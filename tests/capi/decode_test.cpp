@@ -537,6 +537,46 @@ TEST_P(Decode, OfEnormousScoresTheLargestTakesAll) {
   }
 }
 
+// The partial results of a row that is split at each of its blocks, all of the same page.
+TEST_P(Decode, ThousandsOfParts) {
+  constexpr std::int32_t kPages = 800, kPageSize = 512, kBlocks = kPages * kPageSize / 64;
+  DecodeShape shape = shape_of({kPageSize});
+  shape.page_size = kPageSize;
+  shape.num_heads_q = 2;
+  shape.head_dim = shape.head_dim_v = 64;
+  const TokenValue values = random_values(20, 0.25);
+  DecodeCase call(shape, zero_q, [&](auto... place) { return 1.0 + values(place...); });
+  const Expected expected = evaluate(call);
+  const auto page = static_cast<std::int32_t>(call.block_of(0, 0));
+  call.block_table = int32_array({1, kPages}, std::vector(kPages, page));
+  call.cache_seqlens = int32_array({1}, {kPages * kPageSize});
+  std::vector<std::vector<std::int32_t>> parts;
+  for (std::int32_t block = 0; block < kBlocks; ++block) parts.push_back({0, block, 0, block + 1});
+  call.plan_by_hand(parts);
+  ASSERT_NO_FATAL_FAILURE(run(call));
+  EXPECT_TRUE(out_close(call.out, expected.out, tolerance_of(shape.dtype)));
+  for (const double lse : call.lse.values()) {
+    EXPECT_NEAR(lse, std::log(kPages * kPageSize), lse_tolerance());
+  }
+}
+
+// A scale that float32 does not hold, of scores that it does.
+TEST_P(Decode, TinyScaleOfLargeInputs) {
+  if (GetParam().dtype == DType::kFloat16) GTEST_SKIP() << "float16 has no such values";
+  for (const double scale : {0x1p-202, -0x1p-148, 0x1p-127}) {
+    SCOPED_TRACE(scale);
+    DecodeShape shape = shape_of({300});
+    shape.num_heads_q = 20;
+    shape.softmax_scale = scale;
+    const double factor = std::sqrt(0.25 / std::abs(scale));
+    DecodeCase call(
+        shape, [&](auto... place) { return factor * fixed_q(place...); },
+        [&](auto... place) { return factor * fixed_k(place...); });
+    call.plan(2);
+    run_and_compare(call);
+  }
+}
+
 // Values of any size, with queries of the inverse: the scores are those of the formula.
 TEST_P(Decode, LargeValuesAndSmallQueries) {
   if (GetParam().dtype == DType::kFloat16) GTEST_SKIP() << "float16 has no such values";

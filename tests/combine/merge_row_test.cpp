@@ -73,6 +73,28 @@ TEST(MergeRow, RoundingDoesNotLeaveTheRangeOfTheParts) {
   EXPECT_TRUE(std::isnan(out[1]));
 }
 
+// A sum of thousands outgrows what is added to it.
+TEST(MergeRow, ThousandsOfParts) {
+  constexpr int kParts = 4097, kColumns = 40;
+  std::vector<float> lses;
+  std::vector<std::vector<float>> parts;
+  std::vector<double> expected(kColumns);
+  double total = 0.0;
+  for (int i = 0; i < kParts; ++i) {
+    lses.push_back(0.37f * static_cast<float>(i % 5));
+    parts.emplace_back();
+    const double weight = std::exp(static_cast<double>(lses.back()));
+    total += weight;
+    for (int c = 0; c < kColumns; ++c) {
+      parts.back().push_back(1.1f + 0.03f * static_cast<float>(c * (i % 3)));
+      expected[c] += weight * static_cast<double>(parts.back().back());
+    }
+  }
+  std::vector<float> out(kColumns);
+  EXPECT_NEAR(merge(lses, parts, out), std::log(total), 6e-7);
+  for (int c = 0; c < kColumns; ++c) EXPECT_NEAR(out[c] * total / expected[c], 1.0, 1e-6);
+}
+
 TEST(MergeRow, NothingAtAll) {
   std::vector<float> out(2, 7.0f);
   EXPECT_EQ(merge({HUGE_VALF, -HUGE_VALF}, {{NAN, NAN}, {NAN, NAN}}, out), HUGE_VALF);

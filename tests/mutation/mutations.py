@@ -230,15 +230,15 @@ MUTATIONS = [
     ),
     Mutation(
         "combine/merge.hpp",
-        "if (!is_empty_part(lse)) scale.sum += std::exp(lse - scale.largest);",
+        "if (!is_empty_part(lse)) scale.sum += static_cast<double>(std::exp(lse - scale.largest));",
         "if (lse <= scale.largest) scale.sum += std::exp(lse - scale.largest);",
         r"^MergeRow\.",
     ),
-    Mutation("combine/merge.hpp", "? 0.0f : -0.0f;", "? 0.0f : 0.0f;", r"^MergeRow\.|/Merge\."),
+    Mutation("combine/merge.hpp", "? 0.0f : -0.0f);", "? 0.0f : 0.0f);", r"^MergeRow\.|/Merge\."),
     Mutation(
         "combine/merge.hpp",
-        "if (sum == 0.0f) return std::numeric_limits<float>::infinity();",
-        "if (sum == 0.0f) return -std::numeric_limits<float>::infinity();",
+        "if (sum == 0.0) return std::numeric_limits<float>::infinity();",
+        "if (sum == 0.0) return -std::numeric_limits<float>::infinity();",
         r"^MergeRow\.|/Merge\.",
     ),
     Mutation(
@@ -343,6 +343,12 @@ MUTATIONS = [
     ),
     Mutation(
         "backends/cpu/amx/softmax.hpp",
+        "return _mm512_mask_add_ps(exponent, counts, before, rise);",
+        "return exponent;",
+        AMX,
+    ),
+    Mutation(
+        "backends/cpu/amx/softmax.hpp",
         "if (begin_ == 0) return;",
         "if (begin_ >= 0) return;",
         AMX,
@@ -351,6 +357,18 @@ MUTATIONS = [
         "backends/cpu/amx/softmax.hpp",
         "_mm512_mask_sub_ps(p[0], 0xff00, p[0],",
         "_mm512_mask_sub_ps(p[0], 0xfe00, p[0],",
+        AMX,
+    ),
+    Mutation(
+        "backends/cpu/amx/kernels.cpp",
+        "_mm512_set1_ps(factors[i % kTileRows]), sum);",
+        "_mm512_set1_ps(1.0f), sum);",
+        AMX,
+    ),
+    Mutation(
+        "backends/cpu/amx/kernels.cpp",
+        "_mm512_store_ps(output, _mm512_setzero_ps());",
+        "_mm512_store_ps(output, sum);",
         AMX,
     ),
     Mutation(

@@ -134,7 +134,7 @@ float lses_to_weights(float* lses, std::int64_t stride, std::int64_t count) {
     float& lse = lses[i * stride];
     lse = combine::is_empty_part(lse) ? -1.0f : scale.weight(lse);
   }
-  if (scale.sum == 0.0f) lses[0] = 0.0f;
+  if (scale.sum == 0.0) lses[0] = 0.0f;
   return scale.merged_lse();
 }
 

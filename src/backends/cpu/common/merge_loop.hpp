@@ -12,13 +12,16 @@
 
 namespace flashmla::cpu {
 
-// V: kLanes, Float, load, store, broadcast, fma, minimum, maximum, store_pair. A row tile is one
-// row, in order.
+// V: kLanes, Float, load, store, broadcast, add, fma, minimum, maximum, store_pair. A row tile is
+// one row, in order.
 template <class V, class Element>
 void merge_partials(const Problem& problem, const Partials& partials, void* const* outs) {
   // Every head_dim_v is a multiple of 64.
   constexpr std::int32_t kRegisters = 4;
   constexpr std::int32_t kColumns = kRegisters * V::kLanes;
+  // Parts that are summed up before they join the others: the sum of thousands would outgrow what
+  // is added to it.
+  constexpr std::int64_t kChainParts = 64;
   // Rounding must not carry the mean of the largest floats past them; 16-bit elements round such a
   // mean to their own largest number.
   constexpr bool kKeepsRange = std::is_same_v<Element, float>;
@@ -28,6 +31,8 @@ void merge_partials(const Problem& problem, const Partials& partials, void* cons
   const typename V::Float start = V::broadcast(-0.0f);
   for (std::int32_t column = 0; column < problem.head_dim_v; column += kColumns) {
     typename V::Float sums[kRegisters] = {start, start, start, start};
+    typename V::Float chain[kRegisters] = {start, start, start, start};
+    std::int64_t in_chain = 0;
     [[maybe_unused]] typename V::Float least[kRegisters], largest[kRegisters];
     if constexpr (kKeepsRange) {
       std::fill_n(least, kRegisters, V::broadcast(kInfinity));
@@ -38,15 +43,23 @@ void merge_partials(const Problem& problem, const Partials& partials, void* cons
       if (weight < 0.0f) continue;
       const typename V::Float weights = V::broadcast(weight);
       const float* part = partials.outs + i * partials.out_stride + column;
+      if (in_chain++ == kChainParts) {
+        for (std::int32_t r = 0; r < kRegisters; ++r) {
+          sums[r] = V::add(sums[r], chain[r]);
+          chain[r] = start;
+        }
+        in_chain = 1;
+      }
       for (std::int32_t r = 0; r < kRegisters; ++r) {
         const typename V::Float value = V::load(part + r * V::kLanes);
-        sums[r] = V::fma(weights, value, sums[r]);
+        chain[r] = V::fma(weights, value, chain[r]);
         if constexpr (kKeepsRange) {
           least[r] = V::minimum(value, least[r]);
           largest[r] = V::maximum(value, largest[r]);
         }
       }
     }
+    for (std::int32_t r = 0; r < kRegisters; ++r) sums[r] = V::add(sums[r], chain[r]);
     if constexpr (kKeepsRange) {
       for (std::int32_t r = 0; r < kRegisters; ++r) {
         sums[r] = V::maximum(least[r], V::minimum(largest[r], sums[r]));
