@@ -134,6 +134,36 @@ DecodeRequest to_request(const flashmla_decode_args& args) {
   return request;
 }
 
+PlanRequest to_request(const flashmla_plan_args& args) {
+  PlanRequest request;
+  request.device = to_device(args.device_type, args.device_index);
+  request.cache_seqlens = to_view(args.cache_seqlens);
+  request.num_heads_per_head_k = args.num_heads_per_head_k;
+  request.num_heads_k = args.num_heads_k;
+  request.tile_scheduler_metadata = to_view(args.tile_scheduler_metadata);
+  request.num_splits = to_view(args.num_splits);
+  return request;
+}
+
+MergeRequest to_request(const flashmla_merge_args& args) {
+  MergeRequest request;
+  request.device = to_device(args.device_type, args.device_index);
+  request.outs = to_view(args.outs);
+  request.lses = to_view(args.lses);
+  request.out = to_view(args.out);
+  request.lse = to_view(args.lse);
+  return request;
+}
+
+// The calls that judge and do no more.
+template <class Args>
+flashmla_status checked(const Args* given) {
+  return guarded([&]() -> Status {
+    const ReadStruct<Args> args(given, "args");
+    return args.ok() ? check(to_request(args.value())) : args.status();
+  });
+}
+
 Result<Execution> to_execution(const flashmla_executor* given, void* stream) {
   if (given == nullptr) return Execution{cpu::openmp_executor(), stream};
   const ReadStruct<flashmla_executor> executor(given, "executor");
@@ -175,15 +205,7 @@ flashmla_status flashmla_plan(const flashmla_plan_args* given) {
   return guarded([&]() -> Status {
     const ReadStruct<flashmla_plan_args> args(given, "args");
     if (!args.ok()) return args.status();
-    const flashmla_plan_args& fields = args.value();
-    PlanRequest request;
-    request.device = to_device(fields.device_type, fields.device_index);
-    request.cache_seqlens = to_view(fields.cache_seqlens);
-    request.num_heads_per_head_k = fields.num_heads_per_head_k;
-    request.num_heads_k = fields.num_heads_k;
-    request.tile_scheduler_metadata = to_view(fields.tile_scheduler_metadata);
-    request.num_splits = to_view(fields.num_splits);
-    return plan(request, Execution{{}, fields.stream});
+    return plan(to_request(args.value()), Execution{{}, args.value().stream});
   });
 }
 
@@ -219,17 +241,22 @@ flashmla_status flashmla_merge(const flashmla_merge_args* given,
   return guarded([&]() -> Status {
     const ReadStruct<flashmla_merge_args> args(given, "args");
     if (!args.ok()) return args.status();
-    const flashmla_merge_args& fields = args.value();
-    const Result<Execution> execution = to_execution(executor, fields.stream);
+    const Result<Execution> execution = to_execution(executor, args.value().stream);
     if (!execution.ok()) return execution.status();
-    MergeRequest request;
-    request.device = to_device(fields.device_type, fields.device_index);
-    request.outs = to_view(fields.outs);
-    request.lses = to_view(fields.lses);
-    request.out = to_view(fields.out);
-    request.lse = to_view(fields.lse);
-    return merge(request, execution.value());
+    return merge(to_request(args.value()), execution.value());
   });
+}
+
+flashmla_status flashmla_check_plan(const flashmla_plan_args* args) {
+  return checked(args);
+}
+
+flashmla_status flashmla_check_decode(const flashmla_decode_args* args) {
+  return checked(args);
+}
+
+flashmla_status flashmla_check_merge(const flashmla_merge_args* args) {
+  return checked(args);
 }
 
 const char* flashmla_last_error(void) {

@@ -51,6 +51,11 @@ Status check_on_host(const AnyProblem& problem, void* stream) {
   return {};
 }
 
+// Whether a device is there to be judged. A program may be made for a GPU where there is none.
+bool is_known(const Device& device) {
+  return device.type == DeviceType::kCpu || cuda::compute_capability(device.index).ok();
+}
+
 constexpr std::size_t kCpuAlignment = 64;
 constexpr std::size_t kCudaAlignment = 256;
 
@@ -203,6 +208,25 @@ Status merge(const MergeRequest& request, const Execution& execution) {
   }
   cpu::merge(problem.value(), execution.executor);
   return {};
+}
+
+Status check(const PlanRequest& request) {
+  const Result<PlanProblem> problem = validate_shapes(request);
+  return problem.ok() && is_known(request.device) ? device_supported(request.device)
+                                                  : problem.status();
+}
+
+Status check(const DecodeRequest& request) {
+  const Result<Problem> problem = validate_shapes(request);
+  if (!problem.ok() || !is_known(request.device)) return problem.status();
+  if (Status status = device_supported(request.device); !status.ok()) return status;
+  return select_kernel(problem.value(), request.kernel).status();
+}
+
+Status check(const MergeRequest& request) {
+  const Result<MergeProblem> problem = validate(request);
+  return problem.ok() && is_known(request.device) ? device_supported(request.device)
+                                                  : problem.status();
 }
 
 }  // namespace flashmla

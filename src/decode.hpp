@@ -44,4 +44,10 @@ Status decode(const DecodeRequest& request, const WorkspaceSource& workspace,
 
 Status merge(const MergeRequest& request, const Execution& execution);
 
+// What these calls refuse without reading a tensor. Where there is no GPU, what a GPU declines is
+// left to the call.
+Status check(const PlanRequest& request);
+Status check(const DecodeRequest& request);
+Status check(const MergeRequest& request);
+
 }  // namespace flashmla

@@ -186,6 +186,16 @@ typedef struct flashmla_merge_args {
 FLASHMLA_API flashmla_status flashmla_merge(const flashmla_merge_args* args,
                                             const flashmla_executor* executor);
 
+/* --- Checks ----------------------------------------------------------------------------------- */
+
+/* What the calls above refuse without reading a tensor, for who has none yet, such as a compiler of
+ * programs: the same status and message, contents apart. No memory of a tensor is touched; its
+ * address may be any that is not null, is aligned to its elements, and keeps apart what will be.
+ * Where there is no GPU, what one declines is left to the call. */
+FLASHMLA_API flashmla_status flashmla_check_plan(const flashmla_plan_args* args);
+FLASHMLA_API flashmla_status flashmla_check_decode(const flashmla_decode_args* args);
+FLASHMLA_API flashmla_status flashmla_check_merge(const flashmla_merge_args* args);
+
 /* --- About the library ------------------------------------------------------------------------ */
 
 /* Why this thread's last call did not return FLASHMLA_OK; empty when it did, never null. Valid

@@ -223,6 +223,11 @@ Status check_device(const Device& device) {
                                   "; it must be 0 (CPU) or 1 (CUDA)");
 }
 
+Result<Problem> validate_shapes(const DecodeRequest& request) {
+  FLASHMLA_RETURN_IF_ERROR(check(request));
+  return problem_of(request);
+}
+
 Result<Problem> validate(const DecodeRequest& request) {
   FLASHMLA_RETURN_IF_ERROR(check(request));
   const Problem problem = problem_of(request);
@@ -249,7 +254,7 @@ Status check_workspace(const DecodeRequest& request, void* memory, std::size_t b
                       {"softmax_lse", request.softmax_lse}});
 }
 
-Result<PlanProblem> validate(const PlanRequest& request) {
+Result<PlanProblem> validate_shapes(const PlanRequest& request) {
   const Argument cache_seqlens{"cache_seqlens", request.cache_seqlens};
   const Argument plan_rows{"tile_scheduler_metadata", request.tile_scheduler_metadata};
   const Argument num_splits{"num_splits", request.num_splits};
@@ -282,7 +287,14 @@ Result<PlanProblem> validate(const PlanRequest& request) {
   problem.plan_rows = static_cast<std::int32_t*>(request.tile_scheduler_metadata.data);
   problem.num_parts = static_cast<std::int32_t>(num_parts);
   problem.num_splits = static_cast<std::int32_t*>(request.num_splits.data);
-  if (request.device.type == DeviceType::kCpu) FLASHMLA_RETURN_IF_ERROR(check_contents(problem));
+  return problem;
+}
+
+Result<PlanProblem> validate(const PlanRequest& request) {
+  const Result<PlanProblem> problem = validate_shapes(request);
+  if (problem.ok() && request.device.type == DeviceType::kCpu) {
+    FLASHMLA_RETURN_IF_ERROR(check_contents(problem.value()));
+  }
   return problem;
 }
 

@@ -134,4 +134,8 @@ Status check_workspace(const DecodeRequest& request, void* memory, std::size_t b
 Result<PlanProblem> validate(const PlanRequest& request);
 Result<MergeProblem> validate(const MergeRequest& request);
 
+// The same but for the contents: no tensor's memory is read, addresses are only compared.
+Result<Problem> validate_shapes(const DecodeRequest& request);
+Result<PlanProblem> validate_shapes(const PlanRequest& request);
+
 }  // namespace flashmla

@@ -37,6 +37,31 @@ struct Bad {
 };
 constexpr auto kBadName = [](const auto& info) { return std::string(info.param.name); };
 
+// What a call told that was refused with `status`, the check of its arguments tells too, unless it
+// is about contents.
+template <class Args>
+void expect_same_check(flashmla_status (*check)(const Args*), const Args& args,
+                       flashmla_status status) {
+  const std::string message = flashmla_last_error();
+  for (const char* contents : {"block_table[", "cache_seqlens[", "visible_lens["}) {
+    if (message.rfind(contents, 0) != 0) continue;
+    EXPECT_EQ(check(&args), FLASHMLA_OK) << flashmla_last_error();
+    return;
+  }
+  EXPECT_EQ(check(&args), status);
+  EXPECT_EQ(flashmla_last_error(), message);
+}
+
+// An address for each tensor that nobody may touch.
+template <class Args>
+Args without_memory(Args args, std::initializer_list<flashmla_tensor Args::*> tensors) {
+  std::uintptr_t number = 0;
+  for (flashmla_tensor Args::*tensor : tensors) {
+    (args.*tensor).data = reinterpret_cast<void*>(++number << 56);
+  }
+  return args;
+}
+
 // --- Attention -----------------------------------------------------------------------------------
 
 DecodeShape valid_shape() {
@@ -389,6 +414,19 @@ TEST_P(DecodeMessage, NamesTheArgumentAndWritesNothing) {
   const char* kernel = nullptr;
   const char* report = nullptr;
   EXPECT_EQ(flashmla_explain_selection(&args, &kernel, &report), GetParam().status);
+  expect_same_check(flashmla_check_decode, args, GetParam().status);
+}
+
+TEST(DecodeCallMessage, TheCheckOfArgumentsTouchesNoMemory) {
+  DecodeCase call(valid_shape());
+  using Args = flashmla_decode_args;
+  Args args = without_memory(call.args(), {&Args::q, &Args::k_cache, &Args::block_table,
+                                           &Args::cache_seqlens, &Args::tile_scheduler_metadata,
+                                           &Args::num_splits, &Args::out, &Args::softmax_lse});
+  EXPECT_EQ(flashmla_check_decode(&args), FLASHMLA_OK) << flashmla_last_error();
+  args.out.data = args.q.data;
+  EXPECT_EQ(flashmla_check_decode(&args), FLASHMLA_INVALID_ARGUMENT);
+  expect_words(flashmla_last_error(), {"out shares memory with q"});
 }
 
 // A plan that cannot be followed. The rows have 3, 0 and 2 blocks.
@@ -441,6 +479,9 @@ TEST(DecodeCallMessage, NullStructs) {
   EXPECT_EQ(flashmla_decode_workspace_size(nullptr, 1, &bytes), FLASHMLA_INVALID_ARGUMENT);
   EXPECT_EQ(flashmla_plan(nullptr), FLASHMLA_INVALID_ARGUMENT);
   EXPECT_EQ(flashmla_merge(nullptr, nullptr), FLASHMLA_INVALID_ARGUMENT);
+  EXPECT_EQ(flashmla_check_plan(nullptr), FLASHMLA_INVALID_ARGUMENT);
+  EXPECT_EQ(flashmla_check_decode(nullptr), FLASHMLA_INVALID_ARGUMENT);
+  EXPECT_EQ(flashmla_check_merge(nullptr), FLASHMLA_INVALID_ARGUMENT);
   EXPECT_EQ(flashmla_kernel_at(0, nullptr), FLASHMLA_INVALID_ARGUMENT);
   DecodeCase call(valid_shape());
   const flashmla_decode_args args = call.args();
@@ -685,6 +726,17 @@ TEST_P(PlanCallMessage, NamesTheArgumentAndWritesNothing) {
   expect_words(flashmla_last_error(), GetParam().words);
   EXPECT_TRUE(rows.unwritten());
   EXPECT_TRUE(splits.unwritten());
+  expect_same_check(flashmla_check_plan, args, GetParam().status);
+}
+
+TEST(PlanningMessage, TheCheckOfArgumentsTouchesNoMemory) {
+  const Array lengths = int32_array({3}, {130, 0, 65});
+  const Array rows(DType::kInt32, {4, 8}, kUnwritten), splits(DType::kInt32, {4}, kUnwritten);
+  using Args = flashmla_plan_args;
+  const Args args =
+      without_memory(plan_args(lengths, rows, splits),
+                     {&Args::cache_seqlens, &Args::tile_scheduler_metadata, &Args::num_splits});
+  EXPECT_EQ(flashmla_check_plan(&args), FLASHMLA_OK) << flashmla_last_error();
 }
 
 TEST(PlanNumPartsMessage, Heads) {
@@ -787,6 +839,17 @@ TEST_P(MergeMessage, NamesTheArgumentAndWritesNothing) {
   expect_words(flashmla_last_error(), GetParam().words);
   EXPECT_TRUE(out.unwritten());
   EXPECT_TRUE(lse.unwritten());
+  expect_same_check(flashmla_check_merge, args, GetParam().status);
+}
+
+TEST(MergingMessage, TheCheckOfArgumentsTouchesNoMemory) {
+  const Array outs(DType::kBFloat16, {2, 3, 4, 5, 64}), lses(DType::kFloat32, {2, 3, 5, 4});
+  const Array out(DType::kBFloat16, {3, 4, 5, 64}, kUnwritten);
+  const Array lse(DType::kFloat32, {3, 5, 4}, kUnwritten);
+  using Args = flashmla_merge_args;
+  const Args args = without_memory(merge_args(outs, lses, out, lse),
+                                   {&Args::outs, &Args::lses, &Args::out, &Args::lse});
+  EXPECT_EQ(flashmla_check_merge(&args), FLASHMLA_OK) << flashmla_last_error();
 }
 
 }  // namespace
