@@ -94,7 +94,7 @@ const char* values_like_q(const flashmla_tensor& q) {
   }
 }
 
-int32_t to_dtype(const char* name, int32_t torch_dtype, const char* accepted) {
+int32_t dtype_of(const char* name, int32_t torch_dtype, const char* accepted) {
   const TorchDtypes& known = torch_dtypes();
   if (torch_dtype == known.bfloat16) return FLASHMLA_BFLOAT16;
   if (torch_dtype == known.float16) return FLASHMLA_FLOAT16;
@@ -104,6 +104,37 @@ int32_t to_dtype(const char* name, int32_t torch_dtype, const char* accepted) {
   const auto type = torch::stable::detail::to<ScalarType>(torch::stable::detail::from(torch_dtype));
   fail(std::string(name) + " has dtype " + torch::headeronly::toString(type) + "; it must be " +
        accepted);
+}
+
+// torch's number of a dtype becomes the library's. A tensor that is not given has none.
+void to_dtype(const char* name, flashmla_tensor& tensor, const char* accepted) {
+  if (tensor.data == nullptr && tensor.rank == 0) return;
+  tensor.dtype = dtype_of(name, tensor.dtype, accepted);
+}
+
+void to_dtypes(flashmla_plan_args& args) {
+  to_dtype("cache_seqlens", args.cache_seqlens, kInts);
+  to_dtype("tile_scheduler_metadata", args.tile_scheduler_metadata, kInts);
+  to_dtype("num_splits", args.num_splits, kInts);
+}
+
+void to_dtypes(flashmla_decode_args& args) {
+  to_dtype("q", args.q, kValues);
+  to_dtype("k_cache", args.k_cache, values_like_q(args.q));
+  to_dtype("block_table", args.block_table, kInts);
+  to_dtype("cache_seqlens", args.cache_seqlens, kInts);
+  to_dtype("visible_lens", args.visible_lens, kInts);
+  to_dtype("tile_scheduler_metadata", args.tile_scheduler_metadata, kInts);
+  to_dtype("num_splits", args.num_splits, kInts);
+  to_dtype("out", args.out, values_like_q(args.q));
+  to_dtype("softmax_lse", args.softmax_lse, kLogSums);
+}
+
+void to_dtypes(flashmla_merge_args& args) {
+  to_dtype("outs", args.outs, kValues);
+  to_dtype("lses", args.lses, kLogSums);
+  to_dtype("out", args.out, kValues);
+  to_dtype("lse", args.lse, kLogSums);
 }
 
 // What Python's None is where an operator takes a tensor.
@@ -124,7 +155,8 @@ class Device {
   int32_t type() const { return is_cuda() ? FLASHMLA_CUDA : FLASHMLA_CPU; }
   int32_t index() const { return is_cuda() ? torch_index_ : 0; }
 
-  flashmla_tensor view(const char* name, const Tensor& tensor, const char* accepted) const {
+  // With torch's number of the dtype, not yet the library's.
+  flashmla_tensor view(const char* name, const Tensor& tensor) const {
     check_given(name, tensor);
     int32_t type = 0, index = 0;
     read(tensor, &type, &index);
@@ -135,7 +167,7 @@ class Device {
     }
     flashmla_tensor view{};
     STABLE_TORCH_ERROR_CODE_CHECK(aoti_torch_get_data_ptr(tensor.get(), &view.data));
-    view.dtype = to_dtype(name, torch_dtype_of(tensor), accepted);
+    view.dtype = torch_dtype_of(tensor);
     const int64_t rank = rank_of(tensor);
     view.rank = static_cast<int32_t>(rank);
     int64_t *sizes = nullptr, *strides = nullptr;
@@ -244,6 +276,21 @@ Args args_on(const Device& device) {
   return args;
 }
 
+// The kernel to force by its line of flashmla_kernel_at; null for -1: the library chooses.
+const char* kernel_name(int64_t index) {
+  if (index == -1) return nullptr;
+  const int32_t kernels = flashmla_num_kernels();
+  if (index < 0 || index >= kernels) {
+    fail("kernel_index is " + std::to_string(index) +
+         "; it must be -1, for the library's choice, or between 0 and " +
+         std::to_string(kernels - 1));
+  }
+  flashmla_kernel_info info{};
+  info.struct_size = sizeof(info);
+  check(flashmla_kernel_at(static_cast<int32_t>(index), &info));
+  return info.name;
+}
+
 struct DecodeArguments {
   const Tensor& q;
   const Tensor& k_cache;
@@ -255,41 +302,31 @@ struct DecodeArguments {
   const Tensor& tile_scheduler_metadata;
   const Tensor& num_splits;
   const std::optional<Tensor>& visible_lens;
-  int64_t kernel;  // line of flashmla_kernel_at to force; -1: the library chooses
+  int64_t kernel;  // as kernel_name takes it
 };
 
 void decode_into(const DecodeArguments& given, const Tensor& out, const Tensor& softmax_lse) {
   const Device device("q", given.q);
   Workspace workspace{device, nullptr};
   auto args = args_on<flashmla_decode_args>(device);
-  args.q = device.view("q", given.q, kValues);
-  args.k_cache = device.view("k_cache", given.k_cache, values_like_q(args.q));
-  args.block_table = device.view("block_table", given.block_table, kInts);
-  args.cache_seqlens = device.view("cache_seqlens", given.cache_seqlens, kInts);
+  args.q = device.view("q", given.q);
+  args.k_cache = device.view("k_cache", given.k_cache);
+  args.block_table = device.view("block_table", given.block_table);
+  args.cache_seqlens = device.view("cache_seqlens", given.cache_seqlens);
   if (given.visible_lens) {
-    args.visible_lens = device.view("visible_lens", *given.visible_lens, kInts);
+    args.visible_lens = device.view("visible_lens", *given.visible_lens);
   }
   args.tile_scheduler_metadata =
-      device.view("tile_scheduler_metadata", given.tile_scheduler_metadata, kInts);
-  args.num_splits = device.view("num_splits", given.num_splits, kInts);
-  args.out = device.view("out", out, values_like_q(args.q));
-  args.softmax_lse = device.view("softmax_lse", softmax_lse, kLogSums);
+      device.view("tile_scheduler_metadata", given.tile_scheduler_metadata);
+  args.num_splits = device.view("num_splits", given.num_splits);
+  args.out = device.view("out", out);
+  args.softmax_lse = device.view("softmax_lse", softmax_lse);
+  to_dtypes(args);
   args.head_dim_v = given.head_dim_v;
   args.has_softmax_scale = given.softmax_scale.has_value();
   args.softmax_scale = given.softmax_scale.value_or(0.0);
   args.causal = given.causal;
-  if (given.kernel != -1) {
-    const int32_t kernels = flashmla_num_kernels();
-    if (given.kernel < 0 || given.kernel >= kernels) {
-      fail("kernel_index is " + std::to_string(given.kernel) +
-           "; it must be -1, for the library's choice, or between 0 and " +
-           std::to_string(kernels - 1));
-    }
-    flashmla_kernel_info info{};
-    info.struct_size = sizeof(info);
-    check(flashmla_kernel_at(static_cast<int32_t>(given.kernel), &info));
-    args.kernel = info.name;
-  }
+  args.kernel = kernel_name(given.kernel);
   args.allocate = Workspace::allocate;
   args.allocate_context = &workspace;
 
@@ -352,11 +389,12 @@ std::tuple<Tensor, Tensor> get_mla_metadata(const Tensor& cache_seqlens,
   Tensor metadata = device.empty({num_parts, 8}, torch_dtypes().int32);
   Tensor num_splits = device.empty({size_or_zero(cache_seqlens, 0) + 1}, torch_dtypes().int32);
   auto args = args_on<flashmla_plan_args>(device);
-  args.cache_seqlens = device.view("cache_seqlens", cache_seqlens, kInts);
+  args.cache_seqlens = device.view("cache_seqlens", cache_seqlens);
   args.num_heads_per_head_k = num_heads_per_head_k;
   args.num_heads_k = num_heads_k;
-  args.tile_scheduler_metadata = device.view("tile_scheduler_metadata", metadata, kInts);
-  args.num_splits = device.view("num_splits", num_splits, kInts);
+  args.tile_scheduler_metadata = device.view("tile_scheduler_metadata", metadata);
+  args.num_splits = device.view("num_splits", num_splits);
+  to_dtypes(args);
   check(flashmla_plan(&args));
   return {std::move(metadata), std::move(num_splits)};
 }
@@ -368,10 +406,11 @@ std::tuple<Tensor, Tensor> merge_attention_states(const Tensor& outs, const Tens
   Tensor out = device.empty({batch, tokens, heads, head_dim_v}, torch_dtype_of(outs));
   Tensor lse = device.empty({batch, heads, tokens}, torch_dtypes().float32);
   auto args = args_on<flashmla_merge_args>(device);
-  args.outs = device.view("outs", outs, kValues);
-  args.lses = device.view("lses", lses, kLogSums);
-  args.out = device.view("out", out, kValues);
-  args.lse = device.view("lse", lse, kLogSums);
+  args.outs = device.view("outs", outs);
+  args.lses = device.view("lses", lses);
+  args.out = device.view("out", out);
+  args.lse = device.view("lse", lse);
+  to_dtypes(args);
   const flashmla_executor executor = torch_executor();
   check(flashmla_merge(&args, &executor));
   return {std::move(out), std::move(lse)};
@@ -472,13 +511,23 @@ STABLE_TORCH_LIBRARY_IMPL(flashmla, CUDA, library) {
   all_kernels(library);
 }
 
+static std::array<std::unique_ptr<StableLibrary>, 3>& vllm_libraries() {
+  static std::array<std::unique_ptr<StableLibrary>, 3> libraries;
+  return libraries;
+}
+
+// Whether the names below are registered: a package that is imported again asks.
+extern "C" FLASHMLA_API int32_t flashmla_torch_has_vllm_names() {
+  return vllm_libraries()[0] != nullptr;
+}
+
 // Registers the two original operators under the library name that vLLM uses, for the life of the
 // process. The caller has defined that library: a definition that fails from here is written to
 // standard error by some releases of torch, from Python it is an exception.
 extern "C" FLASHMLA_API void flashmla_torch_register_vllm_names() {
   constexpr const char* kName = "_flashmla_C";
   using Kind = StableLibrary::Kind;
-  static std::array<std::unique_ptr<StableLibrary>, 3> libraries;
+  auto& libraries = vllm_libraries();
   libraries[0] =
       std::make_unique<StableLibrary>(Kind::FRAGMENT, kName, nullptr, __FILE__, __LINE__);
   libraries[0]->def(kDecodeSchema).def(kPlanSchema);
@@ -486,4 +535,36 @@ extern "C" FLASHMLA_API void flashmla_torch_register_vllm_names() {
   kernels(*libraries[1]);
   libraries[2] = std::make_unique<StableLibrary>(Kind::IMPL, kName, "CUDA", __FILE__, __LINE__);
   kernels(*libraries[2]);
+}
+
+// --- Tensors without memory ----------------------------------------------------------------------
+
+// What an operator would refuse of tensors that have no contents, in its own words; null: nothing.
+// The dtypes of the tensors are torch's numbers. The text is valid until this thread's next call.
+template <class Args>
+static const char* refusal(const Args& given, flashmla_status (*judge)(const Args*),
+                           int64_t kernel = -1) {
+  static thread_local std::string message;
+  try {
+    if (given.struct_size != sizeof(Args)) fail("the package and its library differ in version");
+    Args args = given;
+    to_dtypes(args);
+    if constexpr (std::is_same_v<Args, flashmla_decode_args>) args.kernel = kernel_name(kernel);
+    check(judge(&args));
+    return nullptr;
+  } catch (const std::exception& error) {
+    message = error.what();
+    return message.c_str();
+  }
+}
+
+extern "C" FLASHMLA_API const char* flashmla_torch_plan_refusal(const flashmla_plan_args* args) {
+  return refusal(*args, flashmla_check_plan);
+}
+extern "C" FLASHMLA_API const char* flashmla_torch_decode_refusal(const flashmla_decode_args* args,
+                                                                  int64_t kernel) {
+  return refusal(*args, flashmla_check_decode, kernel);
+}
+extern "C" FLASHMLA_API const char* flashmla_torch_merge_refusal(const flashmla_merge_args* args) {
+  return refusal(*args, flashmla_check_merge);
 }

@@ -16,17 +16,19 @@ from flashmla.attention import (
     merge_attention_states,
 )
 
-_flashmla_C_AVAILABLE = _library.LOAD_ERROR is None
-__version__ = _library.version() if _flashmla_C_AVAILABLE else "0+unknown"
+__version__ = "0+unknown"
 _vllm_names_registered = False  # whether torch.ops._flashmla_C is this package's
 
-if _flashmla_C_AVAILABLE:
-    from flashmla import _fakes
+if _library.LOAD_ERROR is None:
+    from flashmla import _autograd, _fakes
 
-    _fakes.register("flashmla")
     _vllm_names_registered = _library.register_vllm_names()
+    __version__ = _library.version()
+    _autograd.register()
+    _fakes.register("flashmla")
     if _vllm_names_registered:
         _fakes.register("_flashmla_C")
+_flashmla_C_AVAILABLE = _library.why_unavailable() is None
 
 __all__ = [
     "flash_mla_with_kvcache",

@@ -24,6 +24,13 @@ def require_tensor(name: str, given: object, wanted: str = "a torch.Tensor") -> 
         raise TypeError(f"{name} is {what}; it must be {wanted}") from None
 
 
+def check_given(tensors: dict[str, torch.Tensor | None]) -> None:
+    """None is missing where an operator takes a tensor, in the operators' words."""
+    for name, tensor in tensors.items():
+        if tensor is None:
+            raise RuntimeError(f"{name} is None; it must be a tensor") from None
+
+
 def check_devices(tensors: dict[str, torch.Tensor]) -> None:
     """All are on the device of the first."""
     device = next(iter(tensors.values())).device

@@ -1,102 +1,101 @@
-"""What the operators accept and return, for torch.compile, torch.export and fake tensors."""
+"""What the operators accept and return, for torch.compile, torch.export and fake tensors.
+
+They are judged by what judges them when a call runs, contents apart. A symbolic size is taken as
+what the example inputs have, which guards nothing: other sizes are judged when the program runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import ctypes
+import math
 
 import torch
 
 from flashmla import _library
-from flashmla._checks import ATTENTION_TENSORS, check_devices
+from flashmla._checks import ATTENTION_TENSORS, check_devices, check_given
 
-# What the dimensions of a tensor count, or how many there must be. Equal words are equal sizes.
+# What the dimensions of a tensor count. Equal words are equal sizes.
 _DIMENSIONS = {
     "q": ("batch", "seq_len_q", "num_heads_q", "head_dim"),
     "k_cache": ("num_blocks", "page_block_size", "num_heads_k", "head_dim"),
     "block_table": ("batch", "max_num_blocks_per_seq"),
     "cache_seqlens": ("batch",),
-    "tile_scheduler_metadata": ("num_sm_parts", 8),
+    "tile_scheduler_metadata": ("num_sm_parts", "fields"),
     "num_splits": ("batch + 1",),
     "visible_lens": ("batch", "seq_len_q"),
     "out": ("batch", "seq_len_q", "num_heads_q", "head_dim_v"),
     "softmax_lse": ("batch", "num_heads_q", "seq_len_q"),
     "outs": ("parts", "batch", "seq_len_q", "num_heads_q", "head_dim_v"),
     "lses": ("parts", "batch", "num_heads_q", "seq_len_q"),
+    "lse": ("batch", "num_heads_q", "seq_len_q"),
 }
-# Of which a call needs at least one.
-_POSITIVE = ("seq_len_q", "num_heads_q", "num_heads_k", "page_block_size")
-_VALUES = ("q", "k_cache", "out", "outs")
-_VALUE_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-_LOG_SUMS = ("softmax_lse", "lses")
+_FIELDS = 8  # of a row of tile_scheduler_metadata
+_STORAGE_BITS = 56  # each storage of a call is taken to lie at a multiple of 2 to this
 
 
-def _check_dtype(name: str, tensor: torch.Tensor, accepted: tuple[torch.dtype, ...]) -> None:
-    if tensor.dtype not in accepted:
-        names = " or ".join(str(dtype) for dtype in accepted)
-        raise RuntimeError(f"{name} has dtype {tensor.dtype}; it must be {names}")
+def _known(value):
+    """A number; of a symbolic one that of the example inputs, None where they do not tell it."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat)):
+        hint = value.node.hint
+        return hint if isinstance(hint, (int, float)) else None
+    return value
 
 
-def _listed(items: Iterable[object]) -> str:
-    return "(" + ", ".join(str(item) for item in items) + ")"
+def _fill(tensors: dict[str, torch.Tensor], **sizes: int) -> dict[str, int]:
+    """A size for each word: what some tensor of the call or `sizes` tells, else one that fits."""
+    for name, tensor in tensors.items():
+        # A tensor of another rank is refused for that.
+        for word, size in zip(_DIMENSIONS[name], tensor.shape, strict=False):
+            if _known(size) is not None:
+                sizes.setdefault(word, _known(size))
+    sizes.setdefault("batch", sizes.get("batch + 1", 2) - 1)
+    sizes.setdefault("batch + 1", sizes["batch"] + 1)
+    sizes.setdefault("num_heads_q", sizes.get("num_heads_k", 1))
+    return sizes
 
 
-def _check(tensors: dict[str, torch.Tensor | None], **sizes) -> None:
-    """Devices, dtypes, ranks, and sizes where they are known: a call checks them all when it runs.
-
-    `sizes` are those that are given as numbers. What is symbolic is compared with nothing, lest a
-    graph be specialised for it.
-    """
-    given = {name: tensor for name, tensor in tensors.items() if tensor is not None}
-    check_devices(given)
-    value_dtypes = _VALUE_DTYPES
-    for name, tensor in given.items():
-        if name in _VALUES:
-            _check_dtype(name, tensor, value_dtypes)
-            value_dtypes = (tensor.dtype,)
-        else:
-            _check_dtype(name, tensor, (torch.float32 if name in _LOG_SUMS else torch.int32,))
-        words = _DIMENSIONS[name]
-        text = _listed(words)
-        if tensor.dim() != len(words):
-            raise RuntimeError(
-                f"{name} has {tensor.dim()} dimensions; it must have {len(words)}: {text}"
-            )
-        wanted = [word if isinstance(word, int) else sizes.get(word, "any") for word in words]
-        for size, expected in zip(tensor.shape, wanted, strict=True):
-            if isinstance(size, int) and isinstance(expected, int) and size != expected:
-                raise RuntimeError(
-                    f"{name} has shape {_listed(tensor.shape)}; it must be {text} = "
-                    f"{_listed(wanted)}"
-                )
-        for word, size in zip(words, tensor.shape, strict=True):
-            if not isinstance(sizes.get(word), int):
-                sizes[word] = size
-        sizes.setdefault("batch + 1", sizes["batch"] + 1)
+def _views(tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> dict[str, _library.Tensor]:
+    """The tensors as the library is shown them, with torch's numbers of dtypes."""
+    storages: list[int] = []
+    views = {}
+    for name, tensor in tensors.items():
+        storage = tensor.untyped_storage()._cdata
+        if storage not in storages:
+            storages.append(storage)
+        words = (*_DIMENSIONS[name], *[""] * tensor.dim())
+        shape = [
+            sizes.get(word, 1) if _known(size) is None else _known(size)
+            for word, size in zip(words, tensor.shape, strict=False)
+        ]
+        placing = [_known(step) for step in (*tensor.stride(), tensor.storage_offset())]
+        if None in placing:  # then anywhere, without gaps
+            placing = [*(math.prod(shape[dim + 1 :]) for dim in range(len(shape))), 0]
+        *strides, offset = placing
+        begin = (1 + storages.index(storage)) << _STORAGE_BITS
+        address = begin + offset * tensor.dtype.itemsize
+        dtype = _library.torch_dtype_number(tensor.dtype)
+        views[name] = _library.Tensor.at(address, dtype, shape, strides)
+    return views
 
 
-def _check_decode(head_dim_v: int, required: tuple[torch.Tensor, ...], **optional) -> None:
-    tensors = dict(zip(ATTENTION_TENSORS, required, strict=True)) | optional
-    _check(tensors, head_dim_v=head_dim_v)
-    for name in ("q", "k_cache"):
-        shape = tensors[name].shape
-        for word, size in zip(_DIMENSIONS[name], shape, strict=True):
-            if word in _POSITIVE and isinstance(size, int) and size < 1:
-                raise RuntimeError(f"{name} has shape {_listed(shape)}; {word} must be at least 1")
-    heads, kv_heads = tensors["q"].shape[2], tensors["k_cache"].shape[2]
-    if isinstance(heads, int) and isinstance(kv_heads, int) and heads % kv_heads != 0:
-        raise RuntimeError(
-            f"q has {heads} heads; they must be a multiple of the {kv_heads} heads of k_cache"
-        )
+def _device_of(tensor: torch.Tensor) -> torch.device:
+    """Where to judge a call: the meta device has no processor to ask, and answers as the CPU."""
+    return torch.device("cpu") if tensor.device.type == "meta" else tensor.device
 
 
-def _decode(q: torch.Tensor, head_dim_v: int) -> tuple[torch.Tensor, torch.Tensor]:
-    batch, seq_len_q, num_heads_q, _ = q.shape
-    out = q.new_empty((batch, seq_len_q, num_heads_q, head_dim_v))
-    softmax_lse = q.new_empty((batch, num_heads_q, seq_len_q), dtype=torch.float32)
-    return out, softmax_lse
+def _refuse(tensors: dict[str, torch.Tensor], sizes: dict[str, int], args, judge, *more) -> None:
+    """Raises what the operator would that is asked about the tensors and other fields of `args`."""
+    first = next(iter(tensors.values()))
+    args.struct_size = ctypes.sizeof(args)
+    args.device_type, args.device_index = _library.device_numbers(_device_of(first))
+    for name, view in _views(tensors, sizes).items():
+        setattr(args, name, view)
+    refusal = judge(ctypes.byref(args), *more)
+    if refusal is not None:
+        raise RuntimeError(refusal.decode())
 
 
-def _fwd_kvcache_mla(
+def _decode(
     q,
     k_cache,
     head_dim_v,
@@ -106,72 +105,87 @@ def _fwd_kvcache_mla(
     causal,
     tile_scheduler_metadata,
     num_splits,
-):
-    required = (q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits)
-    _check_decode(head_dim_v, required)
-    return _decode(q, head_dim_v)
-
-
-def _decode_with_additions(
-    q,
-    k_cache,
-    head_dim_v,
-    cache_seqlens,
-    block_table,
-    softmax_scale,
-    causal,
-    tile_scheduler_metadata,
-    num_splits,
-    visible_lens,
+    visible_lens=None,
     kernel_index=-1,
-):
+    results=None,
+) -> tuple[torch.Tensor, torch.Tensor]:
     required = (q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits)
-    _check_decode(head_dim_v, required, visible_lens=visible_lens)
-    return _decode(q, head_dim_v)
+    tensors = dict(zip(ATTENTION_TENSORS, required, strict=True))
+    check_given(tensors)
+    if visible_lens is not None:
+        tensors["visible_lens"] = visible_lens
+    if results is None:
+        # A wrong rank or head_dim_v is refused below; a tensor must be made all the same.
+        batch, seq_len_q, num_heads_q, head_dim = (*q.shape, 0, 0, 0, 0)[:4]
+        known = _known(head_dim)
+        dim_v = head_dim_v if known is None else min(max(0, head_dim_v), known)
+        out = q.new_empty((batch, seq_len_q, num_heads_q, dim_v))
+        softmax_lse = q.new_empty((batch, num_heads_q, seq_len_q), dtype=torch.float32)
+        results = out, softmax_lse
+    tensors |= zip(("out", "softmax_lse"), results, strict=True)
+    check_given(tensors)
+    check_devices(tensors)
+    sizes = _fill(tensors, head_dim_v=head_dim_v, fields=_FIELDS)
+    if "head_dim" in sizes:  # else no pair of head dims is known to be right or wrong
+        scale = _known(softmax_scale)
+        args = _library.DecodeArgs(
+            head_dim_v=head_dim_v,
+            softmax_scale=0.0 if scale is None else scale,
+            has_softmax_scale=scale is not None,
+            causal=causal,
+        )
+        judge = _library.library().flashmla_torch_decode_refusal
+        _refuse(tensors, sizes, args, judge, kernel_index)
+    return results
 
 
-def _decode_out(
-    q,
-    k_cache,
-    head_dim_v,
-    cache_seqlens,
-    block_table,
-    softmax_scale,
-    causal,
-    tile_scheduler_metadata,
-    num_splits,
-    visible_lens,
-    kernel_index,
-    out,
-    softmax_lse,
-):
-    required = (q, k_cache, block_table, cache_seqlens, tile_scheduler_metadata, num_splits)
-    _check_decode(head_dim_v, required, visible_lens=visible_lens, out=out, softmax_lse=softmax_lse)
+def _decode_out(*arguments) -> None:
+    *shared, out, softmax_lse = arguments
+    _decode(*shared, (out, softmax_lse))
 
 
 def _get_mla_metadata(cache_seqlens, num_heads_per_head_k, num_heads_k):
-    _check({"cache_seqlens": cache_seqlens})
-    # The meta device has no processor to ask; it answers as the CPU does.
-    device = cache_seqlens.device
-    where = torch.device("cpu") if device.type == "meta" else device
-    if where.type == "cpu" and isinstance(num_heads_per_head_k, torch.SymInt):
-        num_heads_per_head_k = 1  # any number of query rows has the same parts there
-    num_parts = _library.plan_num_parts(where, int(num_heads_per_head_k), int(num_heads_k))
-    metadata = cache_seqlens.new_empty((num_parts, 8))
-    num_splits = cache_seqlens.new_empty((cache_seqlens.shape[0] + 1,))
+    check_given({"cache_seqlens": cache_seqlens})
+    device = _device_of(cache_seqlens)
+    if device.type == "cpu":  # where any number of query rows has the same parts
+        known = _known(num_heads_per_head_k)
+        num_heads_per_head_k = 1 if known is None else known
+    num_parts = _library.plan_num_parts(device, int(num_heads_per_head_k), int(num_heads_k))
+    metadata = cache_seqlens.new_empty((num_parts, _FIELDS), dtype=torch.int32)
+    batch = cache_seqlens.shape[0] if cache_seqlens.dim() > 0 else 0
+    num_splits = cache_seqlens.new_empty((batch + 1,), dtype=torch.int32)
+    tensors = {
+        "cache_seqlens": cache_seqlens,
+        "tile_scheduler_metadata": metadata,
+        "num_splits": num_splits,
+    }
+    args = _library.PlanArgs(
+        num_heads_per_head_k=int(num_heads_per_head_k), num_heads_k=int(num_heads_k)
+    )
+    _refuse(tensors, _fill(tensors), args, _library.library().flashmla_torch_plan_refusal)
     return metadata, num_splits
 
 
 def _merge_attention_states(outs, lses):
-    _check({"outs": outs, "lses": lses})
-    return outs.new_empty(outs.shape[1:]), lses.new_empty(lses.shape[1:])
+    check_given({"outs": outs, "lses": lses})
+    _, batch, seq_len_q, num_heads_q, head_dim_v = (*outs.shape, 0, 0, 0, 0, 0)[:5]
+    out = outs.new_empty((batch, seq_len_q, num_heads_q, head_dim_v))
+    lse = outs.new_empty((batch, num_heads_q, seq_len_q), dtype=torch.float32)
+    tensors = {"outs": outs, "lses": lses, "out": out, "lse": lse}
+    check_devices(tensors)
+    judge = _library.library().flashmla_torch_merge_refusal
+    _refuse(tensors, _fill(tensors), _library.MergeArgs(), judge)
+    return out, lse
 
 
 def register(library_name: str) -> None:
-    """Registers the fakes of the operators that `library_name` defines."""
-    torch.library.register_fake(f"{library_name}::fwd_kvcache_mla", _fwd_kvcache_mla)
-    torch.library.register_fake(f"{library_name}::get_mla_metadata", _get_mla_metadata)
+    """Registers the fakes of the operators that `library_name` defines, or registers them anew."""
+    fakes = {"fwd_kvcache_mla": _decode, "get_mla_metadata": _get_mla_metadata}
     if library_name == "flashmla":
-        torch.library.register_fake("flashmla::decode", _decode_with_additions)
-        torch.library.register_fake("flashmla::decode_out", _decode_out)
-        torch.library.register_fake("flashmla::merge_attention_states", _merge_attention_states)
+        fakes |= {
+            "decode": _decode,
+            "decode_out": _decode_out,
+            "merge_attention_states": _merge_attention_states,
+        }
+    for name, fake in fakes.items():
+        torch.library.register_fake(f"{library_name}::{name}", fake, allow_override=True)

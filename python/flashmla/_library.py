@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import importlib.util
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -32,7 +33,9 @@ _DTYPE_CODES = {dtype: code for code, dtype in _DTYPES.items()} | {torch.int32: 
 _MAX_RANK = 5
 
 
-class _Tensor(ctypes.Structure):
+class Tensor(ctypes.Structure):
+    """flashmla_tensor of the C interface."""
+
     _fields_ = [
         ("data", ctypes.c_void_p),
         ("dtype", ctypes.c_int32),
@@ -43,33 +46,75 @@ class _Tensor(ctypes.Structure):
     ]
 
     @classmethod
-    def of(cls, tensor: torch.Tensor) -> _Tensor:
-        view = cls(data=tensor.data_ptr(), dtype=_DTYPE_CODES[tensor.dtype], rank=tensor.dim())
-        view.shape[: tensor.dim()] = tensor.shape
-        view.strides[: tensor.dim()] = tensor.stride()
+    def at(cls, address: int, dtype: int, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+        """Sizes past the most dimensions that a call takes are left out: the rank is refused."""
+        view = cls(data=address, dtype=dtype, rank=len(shape))
+        dims = min(len(shape), _MAX_RANK)
+        view.shape[:dims], view.strides[:dims] = shape[:dims], strides[:dims]
         return view
 
+    @classmethod
+    def of(cls, tensor: torch.Tensor) -> Tensor:
+        """A tensor of a dtype that calls take."""
+        dtype = _DTYPE_CODES[tensor.dtype]
+        return cls.at(tensor.data_ptr(), dtype, tensor.shape, tensor.stride())
 
-class _DecodeArgs(ctypes.Structure):
+
+class PlanArgs(ctypes.Structure):
+    """flashmla_plan_args of the C interface."""
+
     _fields_ = [
         ("struct_size", ctypes.c_size_t),
         ("device_type", ctypes.c_int32),
         ("device_index", ctypes.c_int32),
-        ("q", _Tensor),
-        ("k_cache", _Tensor),
-        ("block_table", _Tensor),
-        ("cache_seqlens", _Tensor),
-        ("visible_lens", _Tensor),
-        ("tile_scheduler_metadata", _Tensor),
-        ("num_splits", _Tensor),
-        ("out", _Tensor),
-        ("softmax_lse", _Tensor),
+        ("cache_seqlens", Tensor),
+        ("num_heads_per_head_k", ctypes.c_int64),
+        ("num_heads_k", ctypes.c_int64),
+        ("tile_scheduler_metadata", Tensor),
+        ("num_splits", Tensor),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+class MergeArgs(ctypes.Structure):
+    """flashmla_merge_args of the C interface."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("device_type", ctypes.c_int32),
+        ("device_index", ctypes.c_int32),
+        ("outs", Tensor),
+        ("lses", Tensor),
+        ("out", Tensor),
+        ("lse", Tensor),
+        ("stream", ctypes.c_void_p),
+    ]
+
+
+class DecodeArgs(ctypes.Structure):
+    """flashmla_decode_args of the C interface."""
+
+    _fields_ = [
+        ("struct_size", ctypes.c_size_t),
+        ("device_type", ctypes.c_int32),
+        ("device_index", ctypes.c_int32),
+        ("q", Tensor),
+        ("k_cache", Tensor),
+        ("block_table", Tensor),
+        ("cache_seqlens", Tensor),
+        ("visible_lens", Tensor),
+        ("tile_scheduler_metadata", Tensor),
+        ("num_splits", Tensor),
+        ("out", Tensor),
+        ("softmax_lse", Tensor),
         ("head_dim_v", ctypes.c_int64),
         ("softmax_scale", ctypes.c_double),
         ("has_softmax_scale", ctypes.c_int32),
         ("causal", ctypes.c_int32),
         ("kernel", ctypes.c_char_p),
         ("stream", ctypes.c_void_p),
+        ("allocate", ctypes.c_void_p),
+        ("allocate_context", ctypes.c_void_p),
     ]
 
 
@@ -120,22 +165,30 @@ def _load() -> tuple[ctypes.CDLL | None, str | None]:
         ctypes.c_int32,
         ctypes.POINTER(ctypes.c_int32),
     ]
+    for call in ("plan", "decode", "merge"):
+        getattr(library, f"flashmla_torch_{call}_refusal").restype = ctypes.c_char_p
+    library.flashmla_torch_decode_refusal.argtypes = [ctypes.c_void_p, ctypes.c_int64]
     return library, None
 
 
 _library, LOAD_ERROR = _load()
-# The definition of torch's library `_flashmla_C`: it lasts as long as this does.
-_vllm_names: torch.library.Library | None = None
+NAMES_ERROR: str | None = None  # what register_vllm_names could not do
+
+
+def why_unavailable() -> str | None:
+    """Why nothing can be computed, on any device; None: it can."""
+    return LOAD_ERROR or NAMES_ERROR
 
 
 def library() -> ctypes.CDLL:
     """The loaded library.
 
     Raises:
-        RuntimeError: it is not there or does not load; the message says why.
+        RuntimeError: it is not there or does not load, or the environment asks for what cannot be;
+            the message says why.
     """
-    if _library is None:
-        raise RuntimeError(f"flashmla cannot compute: {LOAD_ERROR}")
+    if _library is None or NAMES_ERROR is not None:
+        raise RuntimeError(f"flashmla cannot compute: {why_unavailable()}")
     return _library
 
 
@@ -145,7 +198,7 @@ def _last_error() -> str:
 
 def version() -> str:
     """The version of the compiled library, "major.minor.patch"."""
-    return library().flashmla_version().decode()
+    return (_library or library()).flashmla_version().decode()
 
 
 def cpu_features() -> str:
@@ -153,11 +206,31 @@ def cpu_features() -> str:
     return library().flashmla_cpu_features().decode()
 
 
+def torch_dtype_number(dtype: torch.dtype) -> int:
+    """torch's number of a dtype, as its C interface tells it; -1 where it does not."""
+    name = str(dtype).removeprefix("torch.")
+    number = getattr(library(), f"aoti_torch_dtype_{name}", None)
+    return -1 if number is None else number()
+
+
+def device_numbers(device: torch.device) -> tuple[int, int]:
+    """Type and index of a device, as the C interface counts them.
+
+    Raises:
+        RuntimeError: flashmla knows no such type of device.
+    """
+    if device.type not in _DEVICE_TYPES:
+        raise RuntimeError(f"the device is {device}; flashmla computes on cpu and cuda")
+    return _DEVICE_TYPES[device.type], device.index or 0
+
+
 def device_error(device: torch.device) -> str | None:
     """Why attention does not run on `device`, or None. Starts no CUDA context."""
-    if device.type not in _DEVICE_TYPES:
-        return f"the device is {device}; flashmla computes on cpu and cuda"
-    status = library().flashmla_device_supported(_DEVICE_TYPES[device.type], device.index or 0)
+    try:
+        numbers = device_numbers(device)
+    except RuntimeError as error:
+        return str(error)
+    status = library().flashmla_device_supported(*numbers)
     return None if status == _OK else _last_error()
 
 
@@ -165,8 +238,7 @@ def plan_num_parts(device: torch.device, num_heads_per_head_k: int, num_heads_k:
     """Rows of `tile_scheduler_metadata` that the planner makes on `device`."""
     parts = ctypes.c_int32()
     status = library().flashmla_plan_num_parts(
-        _DEVICE_TYPES[device.type],
-        device.index or 0,
+        *device_numbers(device),
         num_heads_per_head_k,
         num_heads_k,
         torch.get_num_threads(),
@@ -227,13 +299,14 @@ def explain_selection(
         "out": q.new_empty((batch, seq_len_q, num_heads_q, head_dim_v)),
         "softmax_lse": q.new_empty((batch, num_heads_q, seq_len_q), dtype=torch.float32),
     }
-    args = _DecodeArgs(
-        struct_size=ctypes.sizeof(_DecodeArgs),
-        device_type=_DEVICE_TYPES[q.device.type],
-        device_index=q.device.index or 0,
+    device_type, device_index = device_numbers(q.device)
+    args = DecodeArgs(
+        struct_size=ctypes.sizeof(DecodeArgs),
+        device_type=device_type,
+        device_index=device_index,
         head_dim_v=head_dim_v,
         kernel=None if kernel is None else kernel.encode(),
-        **{name: _Tensor.of(tensor) for name, tensor in tensors.items()},
+        **{name: Tensor.of(tensor) for name, tensor in tensors.items()},
     )
     chosen, report = ctypes.c_char_p(), ctypes.c_char_p()
     status = library().flashmla_explain_selection(
@@ -268,22 +341,28 @@ def register_vllm_names() -> bool:
     variable `FLASHMLA_REGISTER_VLLM_NAMES` decides instead when it is 0 or 1.
 
     Returns:
-        Whether the names are registered by this package.
+        Whether the names are registered by this package. Where the variable holds what cannot be
+        done, NAMES_ERROR says so: an import that fails could not be told from the command line.
     """
-    global _vllm_names
+    global NAMES_ERROR
     forced = os.environ.get("FLASHMLA_REGISTER_VLLM_NAMES", "")
+    NAMES_ERROR = None
     if forced not in ("", "0", "1"):
-        raise RuntimeError(f"FLASHMLA_REGISTER_VLLM_NAMES is {forced!r}; it must be 0 or 1")
+        NAMES_ERROR = f"FLASHMLA_REGISTER_VLLM_NAMES is {forced!r}; it must be 0 or 1"
+        return False
+    if library().flashmla_torch_has_vllm_names():  # this module, or the package, is loaded again
+        return True
     if forced == "0" or (forced == "" and _vllm_defines_the_names()):
         return False
     try:
-        _vllm_names = torch.library.Library("_flashmla_C", "DEF")
+        names = torch.library.Library("_flashmla_C", "DEF")
     except RuntimeError:  # a library that was defined has no operators yet to be found by
-        if forced == "":
-            return False
-        raise RuntimeError(
-            "cannot register torch.ops._flashmla_C: another package defines that library, and "
-            "FLASHMLA_REGISTER_VLLM_NAMES is 1; unset it to leave the names to that package"
-        ) from None
+        if forced == "1":
+            NAMES_ERROR = (
+                "cannot register torch.ops._flashmla_C: another package defines that library, and "
+                "FLASHMLA_REGISTER_VLLM_NAMES is 1; unset it to leave the names to that package"
+            )
+        return False
+    torch.ops.flashmla._vllm_names = names  # the definition lasts as long as this does
     library().flashmla_torch_register_vllm_names()
     return True

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 
 import torch
 from torch.autograd import forward_ad
-from torch.autograd.graph import increment_version
 
 from flashmla import _library
 from flashmla._checks import (
@@ -34,8 +33,9 @@ def is_flashmla_supported(
     Raises:
         RuntimeError: torch knows no such device.
     """
-    if _library.LOAD_ERROR is not None:
-        return False, _library.LOAD_ERROR
+    unavailable = _library.why_unavailable()
+    if unavailable is not None:
+        return False, unavailable
     if device is None:
         device = "cuda" if torch.cuda.is_available() else "cpu"
     where = torch.device("cuda", device) if isinstance(device, int) else torch.device(device)
@@ -162,16 +162,11 @@ def flash_mla_with_kvcache(
     _check_arguments(required, optional, head_dim_v)
     if out is None and softmax_lse is None:
         return torch.ops.flashmla.decode(*shared, visible_lens)
-    out_shape, lse_shape = result_shapes(q, head_dim_v)
     if out is None:
-        out = q.new_empty(out_shape)
-    if softmax_lse is None:
-        softmax_lse = q.new_empty(lse_shape, dtype=torch.float32)
+        out = q.new_empty(result_shapes(q, head_dim_v)[0])
+    elif softmax_lse is None:
+        softmax_lse = q.new_empty(result_shapes(q, head_dim_v)[1], dtype=torch.float32)
     torch.ops.flashmla.decode_out(*shared, visible_lens, -1, out, softmax_lse)
-    if not torch.compiler.is_compiling():
-        # Who saved one of them for a backward pass must learn of it. In compiled code AOTAutograd
-        # sees to that.
-        increment_version((out, softmax_lse))
     return out, softmax_lse
 
 

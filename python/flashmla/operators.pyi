@@ -33,7 +33,7 @@ def decode(
     kernel_index: int = -1,
 ) -> tuple[torch.Tensor, torch.Tensor]: ...
 
-# Autograd does not learn that out and softmax_lse change, unlike in flash_mla_with_kvcache.
+# A backward pass that saved out or softmax_lse notices that they have changed.
 def decode_out(
     q: torch.Tensor,
     k_cache: torch.Tensor,

@@ -459,16 +459,38 @@ def test_any_integer_may_be_head_dim_v(kind):
 
 @pytest.mark.parametrize("name", ["out", "softmax_lse"])
 @pytest.mark.parametrize("is_view", [False, True])
-def test_a_result_that_a_backward_pass_needs_is_not_overwritten_in_silence(name, is_view):
+@pytest.mark.parametrize("by", ["the function", "the operator", "the operator, without gradients"])
+def test_a_result_that_a_backward_pass_needs_is_not_overwritten_in_silence(name, is_view, by):
     inputs = formula_inputs([97], 4)
     plan = library_plan(inputs)
     expected = dict(zip(("out", "softmax_lse"), attend(inputs, plan), strict=True))
     saved = torch.ones_like(expected[name])
     product = (saved * torch.ones_like(saved, requires_grad=True)).sum()
-    call(inputs, plan, **{name: saved[:] if is_view else saved})
+    given = saved[:] if is_view else saved
+    if by == "the function":
+        call(inputs, plan, **{name: given})
+    else:
+        with torch.set_grad_enabled("without" not in by):
+            results = {key: torch.empty_like(value) for key, value in expected.items()}
+            attend_into(inputs, plan, "cpu", *(results | {name: given}).values())
     assert same_bits(saved, expected[name])
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         product.backward()
+
+
+def test_results_of_inference_mode_may_be_preallocated():
+    inputs = formula_inputs([97], 4)
+    plan = library_plan(inputs)
+    expected = attend(inputs, plan)
+    with torch.inference_mode():
+        results = [torch.empty_like(tensor) for tensor in expected]
+    for mode in (torch.inference_mode, torch.no_grad, torch.enable_grad):
+        for tensor in results:
+            tensor.data.zero_()
+        with mode():
+            attend_into(inputs, plan, "cpu", *results)
+            call(inputs, plan, out=results[0], softmax_lse=results[1])
+        assert all(map(same_bits, results, expected))
 
 
 def test_half_of_the_results_may_be_preallocated():

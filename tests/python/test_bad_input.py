@@ -3,10 +3,19 @@ written."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from conftest import KERNELS
 from inputs import formula_inputs, library_plan, same_bits
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
+from torch.fx.experimental.symbolic_shapes import (
+    DimDynamic,
+    ShapeEnv,
+    StatelessSymbolicContext,
+)
 
 import flashmla
 
@@ -55,7 +64,8 @@ def with_visible(*counts: list[int]):
     return {"visible_lens": torch.tensor(counts, dtype=torch.int32), "causal": False}
 
 
-BAD = [
+# What no contents are needed for to refuse it.
+BAD_SHAPES = [
     ({"q": torch.zeros(2, 4, 576).bfloat16()}, r"q has 3 dimensions; it must have 4"),
     ({"q": torch.zeros(2, 2, 4, 576)}, "k_cache has dtype bfloat16; it must be that of q, float32"),
     (
@@ -80,12 +90,8 @@ BAD = [
     ),
     ({"block_table": torch.zeros(3, 3, dtype=torch.int32)}, r"block_table has shape \(3, 3\)"),
     ({"block_table": torch.zeros(2, dtype=torch.int32)}, "block_table has 1 dimensions"),
-    (table_with(0, 2, -1), r"block_table\[0, 2\] is -1; k_cache has blocks 0 to"),
-    (table_with(1, 0, 2147480000), r"block_table\[1, 0\] is 2147480000"),
     ({"cache_seqlens": torch.zeros(2)}, "cache_seqlens has dtype float32; it must be int32"),
     ({"cache_seqlens": ints(150)}, r"cache_seqlens has shape \(1\)"),
-    ({"cache_seqlens": ints(150, -1)}, r"cache_seqlens\[1\] is -1; it must be between 0 and 192"),
-    ({"cache_seqlens": ints(193, 20)}, r"cache_seqlens\[0\] is 193; it must be between 0 and 192"),
     ({"tile_scheduler_metadata": torch.zeros(2, 7, dtype=torch.int32)}, r"has shape \(2, 7\)"),
     ({"tile_scheduler_metadata": torch.zeros(0, 8, dtype=torch.int32)}, r"num_sm_parts .* is 0"),
     ({"tile_scheduler_metadata": torch.zeros(2, 8)}, "tile_scheduler_metadata has dtype"),
@@ -96,9 +102,6 @@ BAD = [
     (last_stride_two("q"), "q has strides .*; the last dimension must be contiguous"),
     (last_stride_two("k_cache"), "k_cache has strides .*; the last dimension must be contiguous"),
     (last_stride_two("out"), "out has strides .*; the last dimension must be contiguous"),
-    (with_visible([3, 2], [1, 1]), r"visible_lens\[0, 1\] is 2; it must be between 3"),
-    (with_visible([3, 4], [1, 21]), r"visible_lens\[1, 1\] is 21; .* and 20"),
-    (with_visible([-1, 4], [1, 1]), r"visible_lens\[0, 0\] is -1"),
     (with_visible([1, 2]), r"visible_lens has shape \(1, 2\)"),
     ({**with_visible([1, 2], [1, 2]), "causal": True}, "causal is True and visible_lens is given"),
     ({"out": torch.full((2, 2, 4, 64), 5.0).bfloat16()}, r"out has shape \(2, 2, 4, 64\)"),
@@ -117,11 +120,6 @@ BAD = [
         {"softmax_lse": torch.full((1, 1, 1), 5.0).expand(2, 4, 2)},
         "softmax_lse has .*must not share memory",
     ),
-    (
-        {"block_table": torch.zeros(2, 3, dtype=torch.int32, device="meta")},
-        "block_table is on meta",
-    ),
-    ({"out": torch.empty(2, 2, 4, 512, dtype=torch.bfloat16, device="meta")}, "out is on meta"),
     ({"q": torch.zeros(2, 2, 4, 576).bfloat16().requires_grad_()}, "q requires gradients"),
     (
         {"k_cache": torch.zeros(5, 64, 1, 576).bfloat16().requires_grad_()},
@@ -158,6 +156,32 @@ BAD = [
         lambda given: {"softmax_lse": torch._neg_view(-given["softmax_lse"])},
         "softmax_lse is a view of negated values",
     ),
+    (lambda given: {"out": given["out"].requires_grad_()}, "out requires gradients"),
+]
+SHARING = [
+    (lambda given: {"out": given["q"][..., 64:]}, "out shares memory with q"),
+    (
+        lambda given: {"softmax_lse": given["out"].view(torch.float32).view(-1)[:16].view(2, 4, 2)},
+        "out shares memory with softmax_lse",
+    ),
+    (
+        lambda given: {"out": given["k_cache"].view(-1)[:8192].view(2, 2, 4, 512)},
+        "out shares memory with k_cache",
+    ),
+]
+BAD_CONTENTS = [
+    (table_with(0, 2, -1), r"block_table\[0, 2\] is -1; k_cache has blocks 0 to"),
+    (table_with(1, 0, 2147480000), r"block_table\[1, 0\] is 2147480000"),
+    ({"cache_seqlens": ints(150, -1)}, r"cache_seqlens\[1\] is -1; it must be between 0 and 192"),
+    ({"cache_seqlens": ints(193, 20)}, r"cache_seqlens\[0\] is 193; it must be between 0 and 192"),
+    (with_visible([3, 2], [1, 1]), r"visible_lens\[0, 1\] is 2; it must be between 3"),
+    (with_visible([3, 4], [1, 21]), r"visible_lens\[1, 1\] is 21; .* and 20"),
+    (with_visible([-1, 4], [1, 1]), r"visible_lens\[0, 0\] is -1"),
+    (
+        {"block_table": torch.zeros(2, 3, dtype=torch.int32, device="meta")},
+        "block_table is on meta",
+    ),
+    ({"out": torch.empty(2, 2, 4, 512, dtype=torch.bfloat16, device="meta")}, "out is on meta"),
 ]
 
 
@@ -166,7 +190,7 @@ def id_of(value):
     return "made" if callable(value) else str(value)[:40]
 
 
-@pytest.mark.parametrize(("change", "message"), BAD, ids=id_of)
+@pytest.mark.parametrize(("change", "message"), BAD_SHAPES + BAD_CONTENTS, ids=id_of)
 def test_is_refused_with_a_message_that_names_it(change, message):
     given = arguments()
     kept = (given["out"], given["softmax_lse"])
@@ -234,14 +258,23 @@ def test_what_is_no_tensor_is_named(name, value):
         flashmla.flash_mla_with_kvcache(**given)
 
 
-@pytest.mark.parametrize("name", TENSORS)
-def test_none_for_a_tensor_of_an_operator_is_named(name):
-    given = arguments()
-    given[name] = None
+def operator_arguments(given: dict[str, object]) -> list[object]:
+    """What all operators of attention begin with."""
     order = ("q", "k_cache", "head_dim_v", "cache_seqlens", "block_table", "softmax_scale")
     order += ("causal", "tile_scheduler_metadata", "num_splits")
+    return [given[name] for name in order]
+
+
+@pytest.mark.parametrize("on", ["cpu", "meta"])
+@pytest.mark.parametrize("name", TENSORS)
+def test_none_for_a_tensor_of_an_operator_is_named(name, on):
+    given = {
+        argument: value.to(on) if isinstance(value, torch.Tensor) else value
+        for argument, value in arguments().items()
+    }
+    given[name] = None
     with pytest.raises(RuntimeError, match=f"{name} is None; it must be a tensor"):
-        torch.ops.flashmla.fwd_kvcache_mla(*(given[argument] for argument in order))
+        torch.ops.flashmla.fwd_kvcache_mla(*operator_arguments(given))
 
 
 def test_a_sparse_tensor_is_named():
@@ -266,56 +299,188 @@ def test_a_tensor_of_many_lengths_or_of_codes_is_named(kind):
             flashmla.flash_mla_with_kvcache(**given)
 
 
-WRONG_ON_META = [
-    ({"q": (2, 4, 576)}, r"q has 3 dimensions; it must have 4: \(batch, seq_len_q"),
-    (
-        {"k_cache": (5, 64, 1, 512)},
-        r"k_cache has shape \(5, 64, 1, 512\); .* \(any, any, any, 576\)",
-    ),
-    ({"k_cache": (5, 64, 3, 576)}, "q has 4 heads; they must be a multiple of the 3 heads"),
-    ({"k_cache": (5, 64, 0, 576)}, r"\(5, 64, 0, 576\); num_heads_k must be at least 1"),
-    ({"k_cache": (5, 0, 1, 576)}, r"\(5, 0, 1, 576\); page_block_size must be at least 1"),
-    ({"block_table": (3, 3)}, r"block_table has shape \(3, 3\); it must be .* = \(2, any\)"),
-    ({"cache_seqlens": (1,)}, r"cache_seqlens has shape \(1\); it must be \(batch\) = \(2\)"),
-    ({"tile_scheduler_metadata": (2, 7)}, r"tile_scheduler_metadata has shape \(2, 7\)"),
-    ({"num_splits": (2,)}, r"num_splits has shape \(2\); it must be \(batch \+ 1\) = \(3\)"),
-    ({"visible_lens": (2, 3)}, r"visible_lens has shape \(2, 3\)"),
-    ({"out": (2, 2, 4, 64)}, r"out has shape \(2, 2, 4, 64\); it must be .* = \(2, 2, 4, 512\)"),
-    ({"softmax_lse": (2, 2, 4)}, r"softmax_lse has shape \(2, 2, 4\)"),
-    ({"q": torch.float64}, r"q has dtype torch\.float64; it must be torch\.bfloat16 or"),
-    ({"k_cache": torch.float16}, r"k_cache has dtype torch\.float16; it must be torch\.bfloat16"),
-    ({"block_table": torch.int64}, r"block_table has dtype torch\.int64; it must be torch\.int32"),
-    ({"softmax_lse": torch.float64}, r"softmax_lse has dtype torch\.float64; .* torch\.float32"),
-]
+def on_meta() -> Callable[[torch.Tensor], torch.Tensor]:
+    """To a meta tensor of the same strides, which shares storage with those that it shared with."""
+    storages = {}
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in storages:
+            storages[storage._cdata] = torch.empty(
+                storage.nbytes(), dtype=torch.uint8, device="meta"
+            ).untyped_storage()
+        placing = tensor.storage_offset(), tensor.shape, tensor.stride()
+        empty = torch.empty(0, dtype=tensor.dtype, device="meta")
+        found = empty.set_(storages[storage._cdata], *placing).requires_grad_(tensor.requires_grad)
+        return torch._neg_view(found) if tensor.is_neg() else found
+
+    return moved
 
 
-@pytest.mark.parametrize(("change", "message"), WRONG_ON_META, ids=id_of)
-def test_the_meta_device_refuses_wrong_shapes_and_dtypes(change, message):
-    given = arguments() | {"causal": False, "visible_lens": torch.ones(2, 2, dtype=torch.int32)}
-    given = {
-        name: value.to("meta") if isinstance(value, torch.Tensor) else value
+def all_sizes_dynamic(mode: FakeTensorMode) -> Callable[[torch.Tensor], torch.Tensor]:
+    """To a fake tensor whose sizes are symbols, with the tensor's own as hints."""
+
+    def moved(tensor: torch.Tensor) -> torch.Tensor:
+        sizes = [DimDynamic.DYNAMIC] * tensor.dim()
+        context = StatelessSymbolicContext(dynamic_sizes=sizes)
+        return mode.from_tensor(tensor, symbolic_context=context)
+
+    return moved
+
+
+def without_contents(kind: str, given: dict[str, object]) -> tuple[dict[str, object], list]:
+    """The arguments with tensors that have no contents, and the guards that calls add to."""
+    guards, moved = [], on_meta()
+    if kind == "fake":
+        moved = FakeTensorMode().from_tensor
+    elif kind == "symbolic":
+        environment = ShapeEnv()
+        guards, moved = environment.guards, all_sizes_dynamic(FakeTensorMode(shape_env=environment))
+    return {
+        name: moved(value) if isinstance(value, torch.Tensor) else value
         for name, value in given.items()
-    }
-    out, _ = flashmla.flash_mla_with_kvcache(**given)
-    assert out.shape == (2, 2, 4, 512)
-    for name, wrong in change.items():
-        if isinstance(wrong, tuple):
-            given[name] = given[name].new_empty(wrong)
-        else:
-            given[name] = given[name].to(wrong)
-    with pytest.raises(RuntimeError, match=message):
+    }, guards
+
+
+WITHOUT_CONTENTS = pytest.mark.parametrize("kind", ["meta", "fake", "symbolic"])
+
+
+@WITHOUT_CONTENTS
+@pytest.mark.parametrize("preallocated", [True, False])
+@pytest.mark.parametrize(("change", "message"), BAD_SHAPES + SHARING, ids=id_of)
+def test_tensors_without_contents_are_refused_in_the_same_words(
+    kind, change, message, preallocated
+):
+    given = arguments()
+    given.update(change(given) if callable(change) else change)
+    if not preallocated:
+        del given["out"], given["softmax_lse"]
+    try:
         flashmla.flash_mla_with_kvcache(**given)
+    except RuntimeError as error:
+        told = str(error)
+    else:
+        assert not preallocated
+        assert message.startswith(("out", "softmax_lse"))
+        return
+    given, _ = without_contents(kind, given)
+    with pytest.raises(RuntimeError) as refused:
+        flashmla.flash_mla_with_kvcache(**given)
+    assert str(refused.value) == told
 
 
-def test_the_meta_device_refuses_wrong_calls_of_the_plan_and_the_merge():
-    lens = torch.empty(2, dtype=torch.int32, device="meta")
-    with pytest.raises(RuntimeError, match="cache_seqlens has 2 dimensions; it must have 1"):
-        flashmla.get_mla_metadata(lens[None], 16, 1)
-    with pytest.raises(RuntimeError, match=r"cache_seqlens has dtype torch\.int64"):
-        flashmla.get_mla_metadata(lens.long(), 16, 1)
-    outs, lses = torch.empty(3, 2, 1, 4, 64, device="meta"), torch.empty(3, 2, 4, 2, device="meta")
-    with pytest.raises(RuntimeError, match=r"lses has shape \(3, 2, 4, 2\); .* \(3, 2, 4, 1\)"):
+@WITHOUT_CONTENTS
+@pytest.mark.parametrize("preallocated", [True, False])
+def test_tensors_without_contents_are_taken_for_every_size(kind, preallocated):
+    given = arguments() | {"causal": False, "visible_lens": torch.ones(2, 2, dtype=torch.int32)}
+    if not preallocated:
+        del given["out"], given["softmax_lse"]
+    given, guards = without_contents(kind, given)
+    out, lse = flashmla.flash_mla_with_kvcache(**given)
+    assert guards == []
+    # Only now, since to compare is to guard.
+    assert (out.shape, out.dtype) == ((2, 2, 4, 512), torch.bfloat16)
+    assert (lse.shape, lse.dtype) == ((2, 4, 2), torch.float32)
+
+
+def test_sizes_that_only_the_run_tells_are_left_to_it():
+    environment = ShapeEnv()
+    with FakeTensorMode(shape_env=environment):
+        batch, tokens, heads, pages, parts, blocks = (
+            environment.create_unbacked_symint() for _ in range(6)
+        )
+        q = torch.empty(batch, tokens, heads, 576, dtype=torch.bfloat16)
+        k_cache = torch.empty(blocks, 64, 1, 576, dtype=torch.bfloat16)
+        table = torch.empty(batch, pages, dtype=torch.int32)
+        lengths = torch.empty(batch, dtype=torch.int32)
+        plan = (
+            torch.empty(parts, 8, dtype=torch.int32),
+            torch.empty(batch + 1, dtype=torch.int32),
+        )
+        known = len(environment.guards)
+        call = torch.ops.flashmla.fwd_kvcache_mla
+        out, lse = call(q, k_cache, 512, lengths, table, None, True, *plan)
+        assert len(environment.guards) == known
+        assert [str(size) for size in out.shape[:3]] == [str(n) for n in (batch, tokens, heads)]
+        assert [str(size) for size in lse.shape] == [str(n) for n in (batch, heads, tokens)]
+        # What is known is judged all the same.
+        for wrong, message in (
+            ((q, k_cache, 511, lengths, table), r"\(576, 511\); it must be one of"),
+            ((q, k_cache[..., :512], 512, lengths, table), r"k_cache has shape .*, 576\)$"),
+            ((q, k_cache, 512, lengths.long(), table), "cache_seqlens has dtype Long"),
+            ((q, k_cache, 512, lengths, table[0]), "block_table has 1 dimensions"),
+            ((q, k_cache.half(), 512, lengths, table), "k_cache has dtype float16; it must be"),
+        ):
+            with pytest.raises(RuntimeError, match=message):
+                call(*wrong, None, True, *plan)
+        # Of one batch that some tensor tells, the others may be.
+        call(q, k_cache, 512, lengths, table, None, True, plan[0], plan[1].new_empty(4))
+
+
+@WITHOUT_CONTENTS
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"cache_seqlens": torch.zeros(2, 2, dtype=torch.int32)},
+        {"cache_seqlens": torch.zeros((), dtype=torch.int32)},
+        {"cache_seqlens": torch.zeros(2, dtype=torch.int64)},
+        {"cache_seqlens": torch.zeros(2, dtype=torch.complex64)},
+        {"num_heads_per_head_k": 0},
+        {"num_heads_per_head_k": 2**31},
+        {"num_heads_k": -1},
+    ],
+    ids=id_of,
+)
+def test_planning_calls_without_contents_are_refused_in_the_same_words(kind, given):
+    given = {"cache_seqlens": ints(1, 2), "num_heads_per_head_k": 16, "num_heads_k": 1} | given
+    with pytest.raises(RuntimeError) as real:
+        flashmla.get_mla_metadata(**given)
+    given, _ = without_contents(kind, given)
+    with pytest.raises(RuntimeError) as refused:
+        flashmla.get_mla_metadata(**given)
+    assert str(refused.value) == str(real.value)
+
+
+@WITHOUT_CONTENTS
+@pytest.mark.parametrize(
+    ("outs", "lses"),
+    [
+        (torch.zeros(3, 2, 1, 4, 64), torch.zeros(3, 2, 4, 2)),
+        (torch.zeros(3, 2, 1, 4, 64), torch.zeros(3, 2, 4)),
+        (torch.zeros(3, 2, 1, 4), torch.zeros(3, 2, 4, 1)),
+        (torch.zeros(3, 2, 1, 4, 2, 2), torch.zeros(3, 2, 4, 1)),
+        (torch.zeros(0, 2, 1, 4, 64), torch.zeros(0, 2, 4, 1)),
+        (torch.zeros(3, 2, 1, 4, 64).int(), torch.zeros(3, 2, 4, 1)),
+        (torch.zeros(3, 2, 1, 4, 64), torch.zeros(3, 2, 4, 1).double()),
+        (torch.zeros(3, 2, 1, 4, 128)[..., ::2], torch.zeros(3, 2, 4, 1)),
+    ],
+)
+def test_merges_without_contents_are_refused_in_the_same_words(kind, outs, lses):
+    with pytest.raises(RuntimeError) as real:
         flashmla.merge_attention_states(outs, lses)
+    given, _ = without_contents(kind, {"outs": outs, "lses": lses})
+    with pytest.raises(RuntimeError) as refused:
+        flashmla.merge_attention_states(**given)
+    assert str(refused.value) == str(real.value)
+
+
+@pytest.mark.parametrize("index", [99, -2])
+def test_a_kernel_that_is_not_there_is_named_without_contents(index):
+    given, _ = without_contents("meta", arguments())
+    with pytest.raises(RuntimeError, match=f"kernel_index is {index}; it must be -1, for"):
+        torch.ops.flashmla.decode(*operator_arguments(given), None, index)
+
+
+@pytest.mark.parametrize("on", ["cpu", "meta"])
+def test_a_kernel_of_another_dtype_is_named(on):
+    given = {
+        name: value.to(on) if isinstance(value, torch.Tensor) else value
+        for name, value in arguments().items()
+    }
+    kernel = next(kernel for kernel in KERNELS if kernel.dtype == torch.float32)
+    message = f"kernel {kernel.name} computes float32, q is bfloat16"
+    with pytest.raises(RuntimeError, match=message):
+        torch.ops.flashmla.decode(*operator_arguments(given), None, kernel.index)
 
 
 @pytest.mark.parametrize("kept", ["out", "softmax_lse"])
@@ -339,22 +504,7 @@ def test_is_refused_with_the_same_message_when_one_result_is_given(kept, change,
     assert (given[kept] == 5.0).all()
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda given: {"out": given["q"][..., 64:]}, "out shares memory with q"),
-        (
-            lambda given: {
-                "softmax_lse": given["out"].view(torch.float32).view(-1)[:16].view(2, 4, 2)
-            },
-            "out shares memory with softmax_lse",
-        ),
-        (
-            lambda given: {"out": given["k_cache"].view(-1)[:8192].view(2, 2, 4, 512)},
-            "out shares memory with k_cache",
-        ),
-    ],
-)
+@pytest.mark.parametrize(("change", "message"), SHARING, ids=id_of)
 def test_results_that_share_memory_are_named(change, message):
     given = arguments()
     given.update(change(given))
@@ -406,9 +556,7 @@ def test_forward_mode_derivatives_are_refused_rather_than_lost(name, preallocate
 def test_an_operator_refuses_a_tensor_on_another_device(name):
     given = arguments()
     given[name] = given[name].to("meta")
-    order = ("q", "k_cache", "head_dim_v", "cache_seqlens", "block_table", "softmax_scale")
-    order += ("causal", "tile_scheduler_metadata", "num_splits")
-    shared = [given[argument] for argument in order]
+    shared = operator_arguments(given)
     ops = torch.ops.flashmla
     for call in (
         lambda: ops.fwd_kvcache_mla(*shared),

@@ -310,6 +310,13 @@ def test_wrong_arguments_and_environment_end_in_a_message(refusal, monkeypatch):
     assert run("--help").returncode == 0
 
 
+@pytest.mark.parametrize("command", ["demo", "decode a -o b", "check", "bench", "info"])
+def test_wrong_words_about_the_names_of_vllm_end_every_command_in_one_line(command):
+    done = run(*command.split(), FLASHMLA_REGISTER_VLLM_NAMES="yes")
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "flashmla: FLASHMLA_REGISTER_VLLM_NAMES is 'yes'; it must be 0 or 1\n"
+
+
 def test_says_its_version():
     assert run("--version").stdout == f"{flashmla.__version__}\n"
     assert run("info", "--version").returncode == 2

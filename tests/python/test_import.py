@@ -138,12 +138,16 @@ def test_leaves_a_library_alone_that_another_package_defined():
 
 def test_registers_nothing_in_a_library_that_it_cannot_define(monkeypatch):
     calls = []
-    names = "flashmla_torch_register_vllm_names"
-    monkeypatch.setattr(_library, "_library", SimpleNamespace(**{names: lambda: calls.append(1)}))
+    stand_in = SimpleNamespace(
+        flashmla_torch_has_vllm_names=lambda: 0,
+        flashmla_torch_register_vllm_names=lambda: calls.append(1),
+    )
+    monkeypatch.setattr(_library, "_library", stand_in)
+    monkeypatch.setattr(_library, "NAMES_ERROR", None)
     monkeypatch.setenv("FLASHMLA_REGISTER_VLLM_NAMES", "1")
-    with pytest.raises(RuntimeError, match="another package defines that library"):
-        _library.register_vllm_names()
+    assert not _library.register_vllm_names()
     assert calls == []
+    assert "another package defines that library" in _library.NAMES_ERROR
 
 
 def test_leaves_the_names_to_vllm_that_is_installed_but_not_imported(tmp_path):
@@ -167,10 +171,90 @@ def test_the_environment_decides_about_the_names():
     code = "import torch, flashmla; print(hasattr(torch.ops._flashmla_C, 'fwd_kvcache_mla'))"
     assert output(code) == "True"
     assert output(code, FLASHMLA_REGISTER_VLLM_NAMES="0") == "False"
-    done = python(OTHER + "import flashmla", FLASHMLA_REGISTER_VLLM_NAMES="1")
-    assert "cannot register torch.ops._flashmla_C" in done.stderr
-    done = python("import flashmla", FLASHMLA_REGISTER_VLLM_NAMES="yes")
-    assert "FLASHMLA_REGISTER_VLLM_NAMES is 'yes'; it must be 0 or 1" in done.stderr
+
+
+REFUSALS = """
+import torch, flashmla, flash_mla
+print(flashmla._flashmla_C_AVAILABLE, *flashmla.is_flashmla_supported("cpu"))
+lens = torch.zeros(1, dtype=torch.int32)
+for call in (
+    lambda: flashmla.get_mla_metadata(lens, 1, 1),
+    lambda: flashmla.flash_mla_with_kvcache(lens, lens, lens, lens, 64, lens, lens),
+    lambda: flashmla.merge_attention_states([lens], [lens]),
+):
+    try:
+        call()
+    except RuntimeError as error:
+        print(error)
+"""
+
+
+@pytest.mark.parametrize(
+    ("before", "value", "message"),
+    [
+        ("", "yes", "FLASHMLA_REGISTER_VLLM_NAMES is 'yes'; it must be 0 or 1"),
+        (OTHER, "1", "cannot register torch.ops._flashmla_C: another package defines that library"),
+    ],
+)
+def test_what_the_environment_asks_for_in_vain_is_told_by_every_call(before, value, message):
+    lines = output(before + REFUSALS, FLASHMLA_REGISTER_VLLM_NAMES=value).splitlines()
+    assert lines[0].startswith(f"False False {message}")
+    assert len(lines) == 4
+    assert all(line.startswith(f"flashmla cannot compute: {message}") for line in lines[1:])
+
+
+RELOADED = """
+import gc, importlib, sys, torch
+import flashmla
+from inputs import attend, attend_into, formula_inputs, library_plan, same_bits
+inputs = formula_inputs([70], 2)
+plan = library_plan(inputs)
+expected = attend(inputs, plan)
+registered = flashmla._vllm_names_registered
+if {afresh}:
+    for name in [name for name in sys.modules if name.split(".")[0] == "flashmla"]:
+        del sys.modules[name]
+    del flashmla, attend, attend_into, library_plan, formula_inputs, inputs
+    del sys.modules["inputs"]
+    gc.collect()
+    import flashmla
+    gc.collect()
+    from inputs import attend, attend_into, formula_inputs, library_plan
+    inputs = formula_inputs([70], 2)
+else:
+    assert importlib.reload(flashmla) is flashmla
+    importlib.reload(flashmla._library)
+    importlib.reload(flashmla)
+assert flashmla._vllm_names_registered == registered == {registered}
+assert flashmla._flashmla_C_AVAILABLE and flashmla.__version__ != "0+unknown"
+for found in (
+    attend(inputs, plan),
+    torch.compile(attend, backend="eager")(inputs, plan),
+):
+    assert all(map(same_bits, found, expected))
+assert flashmla.get_mla_metadata(inputs.cache_seqlens.to("meta"), 2, 1)[0].is_meta
+if registered:
+    lens = inputs.cache_seqlens.to("meta")
+    assert torch.ops._flashmla_C.get_mla_metadata(lens, 2, 1)[0].is_meta
+    try:
+        torch.library.Library("_flashmla_C", "DEF")
+        raise AssertionError("another package may define what is ours")
+    except RuntimeError:
+        pass
+out, lse = torch.zeros_like(expected[0]), torch.zeros_like(expected[1])
+attend_into(inputs, plan, "cpu", out, lse)
+assert (out._version, lse._version) == (1, 1) and same_bits(out, expected[0])
+"""
+
+
+@pytest.mark.parametrize("afresh", [True, False])
+@pytest.mark.parametrize("names", ["0", "1", ""])
+def test_may_be_loaded_again(afresh, names):
+    registered = names != "0"
+    code = RELOADED.format(afresh=afresh, registered=registered)
+    path = str(Path(__file__).parent)
+    path = os.pathsep.join([path, os.environ.get("PYTHONPATH", "")]).rstrip(os.pathsep)
+    assert output(code, FLASHMLA_REGISTER_VLLM_NAMES=names, PYTHONPATH=path) == ""
 
 
 def test_an_unknown_instruction_set_is_named():
