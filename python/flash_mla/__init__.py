@@ -16,7 +16,7 @@ import flashmla
 __all__ = ["FlashMLASchedMeta", "flash_mla_with_kvcache", "get_mla_metadata"]
 
 
-@dataclass
+@dataclass(eq=False)  # an object of a step, which equals itself alone; tensors have no one ==
 class FlashMLASchedMeta:
     """A plan that the first call makes from its lengths; later calls of the step reuse it."""
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import copy
 import inspect
+import pickle
 
 import pytest
 import torch
@@ -86,6 +88,18 @@ def test_each_object_has_its_own_plan(inputs):
     inputs.cache_seqlens = inputs.cache_seqlens[:1]
     found = call(inputs, second)
     assert all(same_bits(a, b) for a, b in zip(found, attend(inputs), strict=True))
+
+
+def test_a_plan_may_be_copied_pickled_compared_and_be_a_key(inputs):
+    plan, _ = flash_mla.get_mla_metadata()
+    expected = call(inputs, plan)
+    for again in (copy.deepcopy(plan), pickle.loads(pickle.dumps(plan))):
+        assert all(same_bits(a, b) for a, b in zip(call(inputs, again), expected, strict=True))
+        assert again != plan
+        assert [again, plan].index(plan) == 1
+        assert {plan: "step"}.get(again) is None
+    assert plan == plan
+    assert {plan: "step"}[plan] == "step"
 
 
 def test_arguments_have_the_names_and_the_order_of_the_newer_package():
