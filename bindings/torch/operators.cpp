@@ -94,16 +94,24 @@ const char* values_like_q(const flashmla_tensor& q) {
   }
 }
 
+std::string describe_dtype(int32_t torch_dtype) {
+  using torch::headeronly::ScalarType;
+  try {
+    const auto type =
+        torch::stable::detail::to<ScalarType>(torch::stable::detail::from(torch_dtype));
+    return std::string("dtype ") + torch::headeronly::toString(type);
+  } catch (const std::exception&) {  // one of few bits, or quantized
+    return "a dtype that torch's C interface has no name for";
+  }
+}
+
 int32_t dtype_of(const char* name, int32_t torch_dtype, const char* accepted) {
   const TorchDtypes& known = torch_dtypes();
   if (torch_dtype == known.bfloat16) return FLASHMLA_BFLOAT16;
   if (torch_dtype == known.float16) return FLASHMLA_FLOAT16;
   if (torch_dtype == known.float32) return FLASHMLA_FLOAT32;
   if (torch_dtype == known.int32) return FLASHMLA_INT32;
-  using torch::headeronly::ScalarType;
-  const auto type = torch::stable::detail::to<ScalarType>(torch::stable::detail::from(torch_dtype));
-  fail(std::string(name) + " has dtype " + torch::headeronly::toString(type) + "; it must be " +
-       accepted);
+  fail(std::string(name) + " has " + describe_dtype(torch_dtype) + "; it must be " + accepted);
 }
 
 // torch's number of a dtype becomes the library's. A tensor that is not given has none.

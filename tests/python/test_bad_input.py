@@ -147,6 +147,11 @@ BAD_SHAPES = [
     ),
     ({"cache_seqlens": torch.tensor([150, 20])}, "cache_seqlens has dtype Long; it must be int32"),
     (
+        # Made late: it cannot be printed.
+        lambda given: {"k_cache": torch.empty(5, 64, 1, 576, dtype=torch.bits8)},
+        "k_cache has a dtype that torch's C interface has no name for; it must be that of q",
+    ),
+    (
         {"visible_lens": torch.ones(2, 2, dtype=torch.int64), "causal": False},
         "visible_lens has dtype Long; it must be int32",
     ),
