@@ -87,11 +87,11 @@ class Loader {
   // nothing but the copy stands between a stage becoming free and its next load.
   __device__ __forceinline__ void prepare() {
     __syncwarp();
-    if (remaining_ > 0) {
-      const std::int32_t block = shared_.next.end_block - remaining_;
-      if (boxes_of_slice(params_) > 1 || block % 32 == 0) ask_pages(block);
+    if (block_ < shared_.next.end_block) {
+      if (boxes_of_slice(params_) > 1 || block_ % 32 == 0) ask_pages(block_);
       return;
     }
+    block_ = kNoTile;
     if (lane() == 0) {
       Entry entry = next_entry(shared_.walk, params_.shape);
       if (entry.kind == Entry::kQuery) skip_tiles(shared_.walk, params_.shape);
@@ -103,7 +103,7 @@ class Loader {
   // Fills a free stage with the prepared entry. All 32 lanes.
   __device__ __forceinline__ void load(int stage) {
     __syncwarp();
-    if (remaining_ > 0) {
+    if (block_ != kNoTile) {
       load_tile(stage);
     } else {
       load_other(stage);
@@ -120,22 +120,22 @@ class Loader {
     const std::uint32_t rest = ptx::shared_address(&shared_.full[stage][1]);
     const std::uint32_t destination = ptx::shared_address(shared_.stages[stage]);
     const Entry& query = shared_.next;
-    const std::int32_t block = query.end_block - remaining_;
-    --remaining_;
     const bool is_whole = boxes_of_slice(params_) == 1;
-    // The lane that knows the page.
+    const std::int32_t block = block_++;
+    // The lane that knows the page. The copies come first: what they bring is counted until the
+    // arrival says how much that is.
     if (lane() == (is_whole ? block % 32 : 0)) {
-      Entry tile{Entry::kTile, 0, query.row, block, 0, query.length};
-      if (block == query.block) tile.detail = Entry::kFirst;
-      shared_.entries[stage] = tile;
-      ptx::mbarrier_arrive_expect(first, kFirstBytes);
-      ptx::mbarrier_arrive_expect(rest, kBytes - kFirstBytes);
       if (is_whole) {
         copy_whole_tile<0>(params_, params_.k_map, block, Place::kv_head(), page_, destination,
                            first);
         copy_whole_tile<Traits::kFirstPieceSlices>(params_, params_.k_rest_map, block,
                                                    Place::kv_head(), page_, destination, rest);
       }
+      Entry tile{Entry::kTile, 0, query.row, block, 0, query.length};
+      if (block == query.block) tile.detail = Entry::kFirst;
+      shared_.entries[stage] = tile;
+      ptx::mbarrier_arrive_expect(first, kFirstBytes);
+      ptx::mbarrier_arrive_expect(rest, kBytes - kFirstBytes);
     }
     if (is_whole) return;
     __syncwarp();
@@ -163,7 +163,7 @@ class Loader {
     if (!is_query) return;
     copy_queries<Traits::kSlices>(params_, next.row, Place::kv_head(), Place::first_query_row(),
                                   ptx::shared_address(shared_.stages[stage]), first);
-    remaining_ = next.end_block - next.block;
+    block_ = next.block;
     ask_pages(next.block);
   }
 
@@ -177,7 +177,8 @@ class Loader {
 
   const DecodeParams& params_;
   WideShared<Traits>& shared_;
-  std::int32_t remaining_ = 0;  // tiles of the row whose queries were loaded last
+  static constexpr std::int32_t kNoTile = 0x7fffffff;
+  std::int32_t block_ = kNoTile;  // of the row whose queries were loaded last, to be loaded next
   std::int32_t page_ = -1;
 };
 
