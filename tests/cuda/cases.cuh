@@ -46,6 +46,10 @@ inline std::string name_of(const Case& spec) {
   if (spec.softmax_scale < 0.0f) name += " negative-scale";
   if (spec.apart) name += " apart";
   if (spec.largest) name += " largest";
+  if (spec.large != Large::kNothing) {
+    constexpr const char* kNames[] = {"", "queries", "keys", "both", "some-tokens", "values"};
+    name += std::string(" large-") + kNames[static_cast<int>(spec.large)];
+  }
   if (!spec.kernel.empty()) name += " " + spec.kernel;
   return name;
 }
@@ -516,9 +520,6 @@ inline void add_tensors(Cases& list) {
 inline void add_largest(Cases& list) {
   for (const int heads : {16, 32, 128}) {
     for (const char* plan : {"one", "shares"}) {
-      // After the wide kernel shares are weighed by their lse, which tells no counts of tokens
-      // then.
-      if (heads > 32 && plan == std::string("shares")) continue;
       Case c;
       c.label = "largest";
       c.lengths = {700};
@@ -544,7 +545,34 @@ inline void add_largest(Cases& list) {
         c.num_parts = 30;
         c.largest = true;
         add(list, c);
+        c.largest = false;
+        for (const Large large :
+             {Large::kQueries, Large::kKeys, Large::kBoth, Large::kSomeTokens, Large::kValues}) {
+          // Nothing but values decides where there are no other columns; and scores of fp16 do not
+          // overflow, but between the largest of them float32 tells no small differences.
+          if (dtype == DType::kFloat16 && large != Large::kBoth) continue;
+          c.large = large;
+          for (const int tokens : {1, 3}) {
+            c.seq_len_q = tokens;
+            c.causal = tokens > 1;
+            c.page_size = tokens > 1 ? 16 : 64;
+            add(list, c);
+          }
+        }
       }
+    }
+  }
+  // Merged by warps that have whole query rows, and by warps that have two items.
+  for (const int heads : {16, 32, 128}) {
+    for (const int rows : {multiprocessors() / heads + 1, 3 * multiprocessors() / heads + 1}) {
+      Case c;
+      c.label = "largest";
+      c.lengths.assign(rows, 200);
+      c.num_heads_q = heads;
+      c.plan = "shares";
+      c.num_parts = 3 * rows;
+      c.large = Large::kSomeTokens;
+      add(list, c);
     }
   }
 }

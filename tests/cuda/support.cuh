@@ -13,6 +13,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <cstring>
+#include <limits>
 #include <numeric>
 #include <random>
 #include <string>
@@ -155,6 +156,51 @@ __global__ void set_apart(Problem p) {
   }
 }
 
+// What is so large that float32 does not hold the scores; or that a mean of it, rounded up, is not
+// finite.
+enum class Large { kNothing, kQueries, kKeys, kBoth, kSomeTokens, kValues };
+
+// Makes it so, keeping the signs, up to `largest`. kValues: all value columns hold it, the others
+// decide alone.
+template <class Element>
+__global__ void set_large(Problem p, Large what, float largest) {
+  const std::int32_t row = blockIdx.y;
+  const std::int32_t length = p.cache_seqlens[row * p.cache_seqlens_stride];
+  const auto enlarged = [&](Element element) {
+    const float number = static_cast<float>(element);
+    return static_cast<Element>(
+        copysignf(largest * fminf(0.5f + 0.25f * fabsf(number), 1.0f), number));
+  };
+  const bool has_queries = what == Large::kQueries || what == Large::kBoth;
+  for (std::int32_t i = blockIdx.x; i < p.seq_len_q * p.num_heads_q; i += gridDim.x) {
+    Element* q = static_cast<Element*>(const_cast<void*>(p.q)) + row * p.q_batch_stride +
+                 i / p.num_heads_q * p.q_token_stride + i % p.num_heads_q * p.q_head_stride;
+    for (int c = threadIdx.x; c < p.head_dim; c += blockDim.x) {
+      if (has_queries) q[c] = enlarged(q[c]);
+      if (what == Large::kValues && c < p.head_dim_v) q[c] = static_cast<Element>(0.0f);
+    }
+  }
+  if (what == Large::kQueries) return;
+  for (std::int32_t token = blockIdx.x; token < length; token += gridDim.x) {
+    if (what == Large::kSomeTokens && token % 97 != 5) continue;
+    const std::int64_t page = p.block_table[row * p.block_table_batch_stride +
+                                            token / p.page_size * p.block_table_page_stride];
+    for (int i = threadIdx.x; i < p.num_heads_k * p.head_dim; i += blockDim.x) {
+      Element& element = static_cast<Element*>(const_cast<void*>(
+          p.k_cache))[page * p.k_block_stride + token % p.page_size * p.k_token_stride +
+                      i / p.head_dim * p.k_head_stride + i % p.head_dim];
+      if (what != Large::kValues) {
+        element = enlarged(element);
+      } else if (i % p.head_dim < p.head_dim_v) {
+        element = static_cast<Element>(largest);
+      }
+    }
+  }
+}
+
+// An lse past this counts as this.
+constexpr double kLargestFloat = std::numeric_limits<float>::max();
+
 // Float64 attention of one (head, token, row) a block; scores (blocks, max_length) is scratch.
 template <class Element>
 __global__ void reference_kernel(Problem p, double* scores, std::int32_t max_length, double* out,
@@ -204,7 +250,7 @@ __global__ void reference_kernel(Problem p, double* scores, std::int32_t max_len
   }
   if (threadIdx.x == 0) {
     lse[(static_cast<std::int64_t>(row) * p.num_heads_q + head) * p.seq_len_q + token] =
-        visible > 0 ? largest + log(total) : INFINITY;
+        visible > 0 ? fmin(fmax(largest + log(total), -kLargestFloat), kLargestFloat) : INFINITY;
   }
 }
 
@@ -236,6 +282,7 @@ struct Case {
   bool tight = false;          // no column of the table that no row uses
   bool apart = false;          // see set_apart(); bf16
   bool largest = false;        // q is 0 and the cache holds numbers up to the largest of its type
+  Large large = Large::kNothing;
   float q_scale = 1.0f;        // standard deviation of q: larger is peakier
   float softmax_scale = 0.0f;  // 0: head_dim ** -0.5
   std::int32_t num_parts = 0;  // 0: as many as suit the device
@@ -594,6 +641,9 @@ void Instance::fill_tensors(std::uint32_t seed, bool hostile, float largest) {
   }
   if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
     if (spec.apart) set_apart<Element><<<grid, 256>>>(problem);
+  }
+  if (spec.large != Large::kNothing) {
+    set_large<Element><<<grid, 256>>>(problem, spec.large, largest);
   }
 }
 

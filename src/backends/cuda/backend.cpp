@@ -229,10 +229,17 @@ Status fill_params(DecodeParams& params, const Problem& problem, const select::K
     }
     if (Status status = encode_results(params, problem); !status.ok()) return status;
   }
+  params.head_dim = problem.head_dim;
+  params.head_dim_v = problem.head_dim_v;
   params.q = problem.q;
   params.q_batch_stride = problem.q_batch_stride;
   params.q_token_stride = problem.q_token_stride;
   params.q_head_stride = problem.q_head_stride;
+  params.k_cache = problem.k_cache;
+  params.k_block_stride = problem.k_block_stride;
+  params.k_token_stride = problem.k_token_stride;
+  params.k_head_stride = problem.k_head_stride;
+  params.num_blocks = static_cast<std::int32_t>(problem.num_blocks);
   params.block_table = problem.block_table;
   params.block_table_batch_stride = problem.block_table_batch_stride;
   params.block_table_page_stride = problem.block_table_page_stride;
@@ -324,7 +331,7 @@ Status decode(const Problem& problem, const select::KernelRow& kernel, void* wor
   const Result<std::int32_t> multiprocessors =
       attribute(problem.device.index, cudaDevAttrMultiProcessorCount);
   if (!multiprocessors.ok()) return multiprocessors.status();
-  error = launch_combine(params.shape, problem.dtype, multiprocessors.value(),
+  error = launch_combine(params, problem.dtype, multiprocessors.value(),
                          static_cast<cudaStream_t>(stream));
   return error == cudaSuccess ? Status() : cuda_failure("combine", error);
 }

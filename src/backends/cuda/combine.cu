@@ -1,6 +1,7 @@
 // The merge of rows that several parts walked, and merge_attention_states.
 #include <cstdint>
 
+#include "backends/cuda/common/float64_decode.cuh"
 #include "backends/cuda/common/launch.cuh"
 #include "backends/cuda/common/numeric.cuh"
 #include "backends/cuda/common/shared_memory.cuh"
@@ -232,7 +233,7 @@ __device__ __forceinline__ void add_columns(float* sums, float weight, const uin
   const std::uint32_t words[4] = {values.x, values.y, values.z, values.w};
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
-    const float2 pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+    const float2 pair = unpack<__half>(words[i]);
     sums[2 * i] = fmaf(weight, pair.x, sums[2 * i]);
     sums[2 * i + 1] = fmaf(weight, pair.y, sums[2 * i + 1]);
   }
@@ -282,15 +283,16 @@ class FewMerger {
   static constexpr int kItemColumns = 64;
   static constexpr std::uint32_t kPieces = kHeadDimV / kItemColumns;  // of a query row
 
-  __device__ FewMerger(const CallShape& shape, const FewItems& items, const CombineShared& shared,
-                       std::int32_t num_merged, int team_log2)
+  __device__ FewMerger(const CallShape& shape, const CallInputs& inputs, const FewItems& items,
+                       const CombineShared& shared, std::int32_t num_merged, int team_log2)
       : shape_(shape),
+        inputs_(inputs),
         items_(items),
         shared_(shared),
         num_merged_(num_merged),
         team_log2_(team_log2),
-        list_(shared.slots + threadIdx.x / 32 * shape.num_parts) {
-    locate((blockIdx.x * kWarps + threadIdx.x / 32) >> team_log2);
+        list_(shared.slots + threadIdx.x / 32 * shape_.num_parts) {
+    locate(item_of_round(0) >> team_log2);
   }
 
   // Number of items of one merged row.
@@ -301,27 +303,37 @@ class FewMerger {
   __device__ void run() {
     Patience<Results> patience;
     if constexpr (!Results::kAppear) patience.wait_for_end();
-    std::uint32_t first = 0;
-    for (;;) {
+    std::uint32_t lost = 0;  // bit i: this warp's item of round i
+    for (int round = 0;;) {
       publish(sum_of_parts(patience));
       // With rounds a team is one warp, which reads and writes what is its own alone.
       __syncthreads();
-      if (threadIdx.x / 32 % team_warps() == 0 && count_ > 0) write();
+      if (threadIdx.x / 32 % team_warps() == 0 && count_ > 0 && !write()) lost |= 1u << round;
       if constexpr (!kHasRounds) break;
-      first += gridDim.x * kWarps;
-      if (first >= num_merged_ * items_of_row(shape_)) break;
-      locate(first + blockIdx.x * kWarps + threadIdx.x / 32);
+      if (++round * gridDim.x * kWarps >= num_merged_ * items_of_row(shape_)) break;
+      locate(item_of_round(round));
     }
     patience.wait_for_end();
+    // Not where they are found, for want of registers.
+#pragma unroll 1
+    for (int round = 0; lost >> round != 0; ++round) {
+      if (lost >> round & 1) redo(item_of_round(round) >> team_log2_);
+    }
   }
 
  private:
+  static __device__ __forceinline__ std::uint32_t item_of_round(int round) {
+    return (round * gridDim.x + blockIdx.x) * kWarps + threadIdx.x / 32;
+  }
+
   static constexpr int kGroupLanes = kItemColumns / kLaneColumns;
   static constexpr int kGroups = 32 / kGroupLanes;
   static constexpr int kPartsInFlight = Results::kPartsInFlight;
   using Sum = Merged<kLaneColumns>;
 
-  __device__ __forceinline__ int team_warps() const { return 1 << team_log2_; }
+  __device__ __forceinline__ int team_warps() const {
+    return 1 << team_log2_;
+  }
 
   __device__ void locate(std::uint32_t item) {
     count_ = 0;
@@ -341,6 +353,18 @@ class FewMerger {
       target.lse = first_place_ == 0 ? lse_at(shape_, row, query) : nullptr;
     }
     __syncwarp();
+  }
+
+  // The items of a query row are lost together, so that between them they compute all columns.
+  __device__ void redo(std::uint32_t item) const {
+    const std::int32_t query_row = item / kPieces;
+    const std::int32_t merged = items_.of_row.quotient(query_row);
+    const std::int32_t of_slot = query_row - merged * items_.of_row.divisor;
+    const std::int32_t kv_head = items_.of_kv_head.quotient(of_slot);
+    decode_in_float64<Element>(
+        inputs_, shape_, shared_.merged[merged], kv_head,
+        query_row_at(shape_, kv_head, of_slot - kv_head * items_.of_kv_head.divisor),
+        item % kPieces * kItemColumns);
   }
 
   // Where a warp's item goes; no lse but with the first columns.
@@ -449,8 +473,9 @@ class FewMerger {
     }
   }
 
-  // The sum over the team's warps; a lane has two columns.
-  __device__ void write() const {
+  // The sum over the team's warps; a lane has two columns. False: it is lost, as is that of the
+  // query row's other items, and nothing is written.
+  __device__ bool write() const {
     const Member* team = members() + threadIdx.x / 32;
     const int lane = threadIdx.x % 32;
     float weights[kWarps], reference = kNoReference;
@@ -470,9 +495,10 @@ class FewMerger {
       low = fmaf(weight, columns.x, low);
       high = fmaf(weight, columns.y, high);
     }
-    const float scale = inverse_sum(sum);
-    const std::uint32_t pair = pack<Element>(low * scale, high * scale);
+    if (is_lost(sum_to_trust(reference, sum))) return false;
     const Target target = targets()[threadIdx.x / 32];
+    const float scale = inverse_sum(sum);
+    const std::uint32_t pair = pack_finite<Element>(low * scale, high * scale);
     std::uint16_t* out =
         reinterpret_cast<std::uint16_t*>(target.out) + Results::column(first_place_ + 2 * lane);
     if (shape_.out_is_aligned) {
@@ -482,9 +508,13 @@ class FewMerger {
       out[1] = static_cast<std::uint16_t>(pair >> 16);
     }
     if (lane == 0 && target.lse != nullptr) *target.lse = natural_lse(reference, sum);
+    return true;
   }
 
+  static_assert(kItemColumns == kFloat64Columns);
+
   const CallShape& shape_;
+  const CallInputs& inputs_;  // for rows that are lost
   const FewItems& items_;
   const CombineShared& shared_;
   std::int32_t num_merged_;
@@ -500,13 +530,14 @@ class FewMerger {
 template <class Element, class Results>
 class ManyMerger {
  public:
-  __device__ ManyMerger(const CallShape& shape, const CombineShared& shared,
-                        std::int32_t num_merged)
+  __device__ ManyMerger(const CallShape& shape, const CallInputs& inputs,
+                        const CombineShared& shared, std::int32_t num_merged)
       : shape_(shape),
+        inputs_(inputs),
         shared_(shared),
-        items_(num_merged * query_rows_of_row(shape)),
+        items_(num_merged * query_rows_of_row(shape_)),
         item_(first_item()),
-        list_(shared.slots + threadIdx.x / 32 * shape.num_parts) {
+        list_(shared.slots + threadIdx.x / 32 * shape_.num_parts) {
     locate();
   }
 
@@ -518,6 +549,7 @@ class ManyMerger {
       item_ += gridDim.x * kWarps;
       locate();
     }
+    if (has_lost_) redo_lost();
   }
 
  private:
@@ -541,6 +573,16 @@ class ManyMerger {
     current_.kv_head = of_row / shape_.query_rows;
     current_.query_row = of_row % shape_.query_rows;
     if (current_.row != row_before) count_ = list_slots(shape_, shared_, current_.row, list_);
+  }
+
+  // Not where they are found, for want of registers.
+  __device__ void redo_lost() {
+    __syncwarp();
+#pragma unroll 1
+    for (item_ = first_item(), locate(); current_.row >= 0; item_ += gridDim.x * kWarps, locate()) {
+      const QueryRow query = query_row_at(shape_, current_.kv_head, current_.query_row);
+      redo_query_row<Element>(inputs_, shape_, current_.row, current_.kv_head, query);
+    }
   }
 
   // Of a chunk of this lane.
@@ -591,36 +633,41 @@ class ManyMerger {
     return total;
   }
 
-  __device__ void write(const Sum& total) const {
+  __device__ void write(const Sum& total) {
     const QueryRow query = query_row_at(shape_, current_.kv_head, current_.query_row);
-    const float scale = inverse_sum(total.sum);
+    const float sum = sum_to_trust(total.reference, total.sum);
+    has_lost_ |= is_lost(sum);
+    const float scale = inverse_sum(sum);
     Element* out = static_cast<Element*>(shape_.out) + out_offset(shape_, current_.row, query);
 #pragma unroll
     for (int chunk = 0; chunk < kChunks; ++chunk) {
       const float* columns = total.columns + chunk * kLaneColumns;
-      const uint4 packed = {pack<Element>(columns[0] * scale, columns[1] * scale),
-                            pack<Element>(columns[2] * scale, columns[3] * scale),
-                            pack<Element>(columns[4] * scale, columns[5] * scale),
-                            pack<Element>(columns[6] * scale, columns[7] * scale)};
+      const uint4 packed = {pack_finite<Element>(columns[0] * scale, columns[1] * scale),
+                            pack_finite<Element>(columns[2] * scale, columns[3] * scale),
+                            pack_finite<Element>(columns[4] * scale, columns[5] * scale),
+                            pack_finite<Element>(columns[6] * scale, columns[7] * scale)};
       store_row_chunk(out + Results::column(place(chunk)), packed, shape_.out_is_aligned);
     }
     if (threadIdx.x % 32 == 0) {
-      *lse_at(shape_, current_.row, query) = natural_lse(total.reference, total.sum);
+      *lse_at(shape_, current_.row, query) = natural_lse(total.reference, sum);
     }
   }
 
   const CallShape& shape_;
+  const CallInputs& inputs_;  // for rows that are lost
   const CombineShared& shared_;
   std::uint32_t items_, item_;
   std::int32_t* list_;  // slots of the row's partial results
   MergedQueryRow current_;
   std::int32_t count_ = 0;
+  bool has_lost_ = false;
 };
 
 template <class Element, class Results>
 __global__ void __launch_bounds__(kThreads, Results::kBlocks)
     combine_kernel(const __grid_constant__ CallShape shape,
-                   const __grid_constant__ FewItems few_items) {
+                   const __grid_constant__ FewItems few_items,
+                   const __grid_constant__ CallInputs inputs) {
   extern __shared__ std::int32_t memory[];
   // The grid after this one waits for its end before it reads or writes anything.
   ptx::allow_next_grid();
@@ -635,18 +682,18 @@ __global__ void __launch_bounds__(kThreads, Results::kBlocks)
   const std::int64_t items = static_cast<std::int64_t>(num_merged) * Few::items_of_row(shape);
   const std::int64_t warps = std::int64_t{kWarps} * gridDim.x;
   if (items > Results::kMostRounds * warps) {
-    ManyMerger<Element, Results>(shape, shared, num_merged).run();
+    ManyMerger<Element, Results>(shape, inputs, shared, num_merged).run();
     return;
   }
   if constexpr (Results::kMostRounds > 1) {
     if (items > warps) {
-      FewMerger<Element, Results, true>(shape, few_items, shared, num_merged, 0).run();
+      FewMerger<Element, Results, true>(shape, inputs, few_items, shared, num_merged, 0).run();
       return;
     }
   }
   int team_log2 = 0;
   while ((2 << team_log2) <= kWarps && items << (team_log2 + 1) <= warps) ++team_log2;
-  Few(shape, few_items, shared, num_merged, team_log2).run();
+  Few(shape, inputs, few_items, shared, num_merged, team_log2).run();
 }
 
 // --- merge_attention_states ----------------------------------------------------------------------
@@ -708,41 +755,43 @@ __global__ void __launch_bounds__(kThreads) merge_kernel(const __grid_constant__
 }
 
 template <auto kKernel>
-cudaError_t launch(const CallShape& shape, int blocks, cudaStream_t stream) {
+cudaError_t launch(const DecodeParams& params, int blocks, cudaStream_t stream) {
+  const CallShape& shape = params.shape;
   const cudaError_t error =
       allow_shared_memory<kKernel>(static_cast<int>(shared_bytes_of(select::kCudaMaxParts)));
   if (error != cudaSuccess) return error;
   const FewItems items{Divisor(shape.num_heads_k * shape.query_rows), Divisor(shape.query_rows)};
   return launch_overlapping(kKernel, blocks, kThreads, shared_bytes_of(shape.num_parts), stream,
-                            shape, items);
+                            shape, items, static_cast<const CallInputs&>(params));
 }
 
 template <class Element>
-cudaError_t launch_combine(const CallShape& shape, std::int32_t num_multiprocessors,
+cudaError_t launch_combine(const DecodeParams& params, std::int32_t num_multiprocessors,
                            cudaStream_t stream) {
+  const CallShape& shape = params.shape;
   // Beside the blocks of the kernel for few query rows there is room for one.
   if (shape.warp_statistics != nullptr) {
-    return launch<combine_kernel<Element, NarrowResults>>(shape, num_multiprocessors, stream);
+    return launch<combine_kernel<Element, NarrowResults>>(params, num_multiprocessors, stream);
   }
   // Of all rows, were they shared.
   using Few = FewMerger<Element, FewWideResults>;
   const std::int64_t items = std::int64_t{shape.batch} * Few::items_of_row(shape);
   const int warps = kWarps * num_multiprocessors;
   if (items > 2 * warps) {
-    return launch<combine_kernel<Element, WideResults>>(shape, 2 * num_multiprocessors, stream);
+    return launch<combine_kernel<Element, WideResults>>(params, 2 * num_multiprocessors, stream);
   }
   // With fewer blocks more of them begin beside the last of the attention.
   return launch<combine_kernel<Element, FewWideResults>>(
-      shape, items > warps ? 2 * num_multiprocessors : num_multiprocessors, stream);
+      params, items > warps ? 2 * num_multiprocessors : num_multiprocessors, stream);
 }
 
 }  // namespace
 
-cudaError_t launch_combine(const CallShape& shape, DType dtype, std::int32_t num_multiprocessors,
-                           cudaStream_t stream) {
+cudaError_t launch_combine(const DecodeParams& params, DType dtype,
+                           std::int32_t num_multiprocessors, cudaStream_t stream) {
   return dtype == DType::kBFloat16
-             ? launch_combine<__nv_bfloat16>(shape, num_multiprocessors, stream)
-             : launch_combine<__half>(shape, num_multiprocessors, stream);
+             ? launch_combine<__nv_bfloat16>(params, num_multiprocessors, stream)
+             : launch_combine<__half>(params, num_multiprocessors, stream);
 }
 
 cudaError_t launch_merge(const MergeProblem& problem, cudaStream_t stream) {

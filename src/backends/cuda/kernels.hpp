@@ -22,8 +22,8 @@ using DecodeLaunch = cudaError_t (*)(const DecodeParams& params, cudaStream_t st
 #undef FLASHMLA_CUDA_KERNEL
 
 // Merges the rows that several parts walked; programmatically dependent on the attention before.
-cudaError_t launch_combine(const CallShape& shape, DType dtype, std::int32_t num_multiprocessors,
-                           cudaStream_t stream);
+cudaError_t launch_combine(const DecodeParams& params, DType dtype,
+                           std::int32_t num_multiprocessors, cudaStream_t stream);
 
 cudaError_t launch_merge(const MergeProblem& problem, cudaStream_t stream);
 

@@ -100,7 +100,7 @@ namespace flashmla::cuda {
 #include "backends/cuda/kernels.inc"
 #undef FLASHMLA_CUDA_KERNEL
 
-cudaError_t launch_combine(const CallShape&, DType, std::int32_t, cudaStream_t) {
+cudaError_t launch_combine(const DecodeParams&, DType, std::int32_t, cudaStream_t) {
   return note("combine");
 }
 cudaError_t launch_merge(const MergeProblem&, cudaStream_t) {

@@ -4,7 +4,9 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 namespace flashmla::cuda {
 
@@ -15,6 +17,10 @@ inline constexpr float kInfinity = __builtin_huge_valf();
 // The reference of a query that has seen no token yet: below every score, and finite, so that
 // differences with it are numbers.
 inline constexpr float kNoReference = -1.0e30f;
+
+// In the place of a score of a token that the query does not see: below every reference, so that
+// its probability is 0, and finite, because infinite scores are those that float32 does not hold.
+inline constexpr float kUnseen = -1.0e36f;
 
 // How far above the largest score a new reference is put, base 2: values of bf16 reach as far as
 // fp32, so that a sum of them must be one of small multiples. fp16 has no room for that, nor need.
@@ -46,6 +52,27 @@ __device__ __forceinline__ std::uint32_t pack(float low, float high) {
   return pack(low, high, Element{});
 }
 
+template <class Element>
+__device__ __forceinline__ float2 unpack(std::uint32_t pair) {
+  if constexpr (std::is_same_v<Element, __half>) {
+    return __half22float2(reinterpret_cast<const __half2&>(pair));
+  } else {
+    return __bfloat1622float2(reinterpret_cast<const __nv_bfloat162&>(pair));
+  }
+}
+
+// pack() for results: a mean of finite numbers stays finite, though its probabilities are rounded.
+template <class Element>
+__device__ __forceinline__ std::uint32_t pack_finite(float low, float high) {
+  std::uint32_t pair;
+  if constexpr (std::is_same_v<Element, __half>) {
+    asm("cvt.rn.satfinite.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.satfinite.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+  }
+  return pair;
+}
+
 // Exponential, logarithm and reciprocal as the hardware has them, within 2^-22: the exact ones are
 // long, and where a result is written every instruction runs for the first time.
 __device__ __forceinline__ float exp2_approximate(float x) {
@@ -62,6 +89,13 @@ __device__ __forceinline__ float reciprocal_approximate(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
+}
+
+// The sum of a query row; NaN where its scores are so large that float32 does not tell their
+// differences well enough to weigh by them.
+__device__ __forceinline__ float sum_to_trust(float reference, float sum) {
+  constexpr float kMostReference = 1 << 17;
+  return fabsf(reference) > kMostReference && sum > 0.0f ? NAN : sum;
 }
 
 // Natural logarithm of sum * 2^reference; +inf where no token was seen.

@@ -72,7 +72,24 @@ inline constexpr int kStoredSlices = 4;
 // The slices of a tile that reach the wide kernel first.
 inline constexpr int kFirstPieceOfTile = 4;
 
-struct DecodeParams {
+// What attention reads. Strides are in elements.
+struct CallInputs {
+  std::int32_t head_dim, head_dim_v;
+  const void* q;
+  std::int64_t q_batch_stride, q_token_stride, q_head_stride;
+  const void* k_cache;
+  std::int64_t k_block_stride, k_token_stride, k_head_stride;
+  std::int32_t num_blocks;
+  const std::int32_t* block_table;
+  std::int64_t block_table_batch_stride, block_table_page_stride;
+  Divisor page_size;
+  const std::int32_t* visible_lens;  // null: `causal` decides
+  std::int64_t visible_lens_batch_stride, visible_lens_token_stride;
+  bool causal;
+  float scale_log2;  // softmax_scale * log2(e)
+};
+
+struct DecodeParams : CallInputs {
   // q as (64 elements, head, slice of 64 elements, token, batch row) and k_cache as (64 elements,
   // token in page, slice, key/value head, page).
   CUtensorMap q_map;
@@ -83,16 +100,6 @@ struct DecodeParams {
   std::int32_t k_box_rows_log2;  // box rows divide 64 and page_size
 
   CallShape shape;
-  const void* q;
-  std::int64_t q_batch_stride, q_token_stride, q_head_stride;
-  const std::int32_t* block_table;
-  std::int64_t block_table_batch_stride, block_table_page_stride;
-  Divisor page_size;
-  const std::int32_t* visible_lens;  // null: `causal` decides
-  std::int64_t visible_lens_batch_stride, visible_lens_token_stride;
-  bool causal;
-  float scale_log2;  // softmax_scale * log2(e)
-
   // The wide kernel's: the other slices of a tile; and where its results go, by boxes of
   // kStoredRows rows: out as q_map is of q, if out_has_map, and partial_out as (64 elements, query
   // row, slice, key/value head, slot).

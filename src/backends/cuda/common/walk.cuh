@@ -68,15 +68,16 @@ __device__ __forceinline__ Share share_of_row(const Part& part, std::int32_t row
 }
 
 // How many leading tokens query token t of a row of `length` tokens sees: in [0, length].
-__device__ __forceinline__ std::int32_t visible_tokens(const DecodeParams& params, std::int32_t row,
+__device__ __forceinline__ std::int32_t visible_tokens(const CallInputs& inputs,
+                                                       const CallShape& shape, std::int32_t row,
                                                        std::int32_t t, std::int32_t length) {
-  if (params.visible_lens != nullptr) {
-    const std::int32_t visible = params.visible_lens[row * params.visible_lens_batch_stride +
-                                                     t * params.visible_lens_token_stride];
+  if (inputs.visible_lens != nullptr) {
+    const std::int32_t visible = inputs.visible_lens[row * inputs.visible_lens_batch_stride +
+                                                     t * inputs.visible_lens_token_stride];
     return min(max(visible, 0), length);
   }
-  if (!params.causal) return length;
-  return max(0, length - params.shape.seq_len_q + t + 1);
+  if (!inputs.causal) return length;
+  return max(0, length - shape.seq_len_q + t + 1);
 }
 
 // Query row `query_row` of one key/value head, as token and head.

@@ -51,6 +51,11 @@ __device__ __forceinline__ void store_box(const CUtensorMap& map, std::uint32_t 
       : "memory");
 }
 
+// What this thread had the copy engine store is written.
+__device__ __forceinline__ void wait_for_stores() {
+  asm volatile("cp.async.bulk.wait_group 0;" ::: "memory");
+}
+
 // The line of an address into L2. Not a read: what it brings may be overwritten.
 __device__ __forceinline__ void prefetch_line(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(address));

@@ -6,6 +6,7 @@
 
 #include "backends/cuda/common/entry_walk.cuh"
 #include "backends/cuda/common/first_reads.cuh"
+#include "backends/cuda/common/float64_decode.cuh"
 #include "backends/cuda/common/numeric.cuh"
 #include "backends/cuda/mma/descriptor.cuh"
 #include "backends/cuda/mma/warpgroup_mma.cuh"
@@ -37,6 +38,7 @@ struct StagePosition {
 struct UndividedPlace {
   static constexpr bool kIsDivided = false;
   static __device__ __forceinline__ std::int32_t part() { return blockIdx.z; }
+  static __device__ __forceinline__ std::int32_t step() { return gridDim.z; }
   static __device__ __forceinline__ std::int32_t kv_head() { return blockIdx.y; }
   static __device__ __forceinline__ std::int32_t first_query_row() { return 0; }
 };
@@ -355,7 +357,7 @@ class NarrowCompute {
   __device__ __forceinline__ std::int32_t visible_of(const Entry& entry, int query_row) const {
     const std::int32_t token = params_.shape.heads_per_kv_head.quotient(
         Place::first_query_row() + min(query_row, query_rows() - 1));
-    return visible_tokens(params_, entry.row, token, entry.length);
+    return visible_tokens(params_, params_.shape, entry.row, token, entry.length);
   }
 
   __device__ __forceinline__ std::int32_t query_rows() const {
@@ -471,6 +473,12 @@ class NarrowCompute {
     ptx::pin_registers(scores);
   }
 
+  // Of two probabilities; NaN where a score is infinite.
+  static __device__ __forceinline__ float sum_of(float low_score, float high_score, float low,
+                                                 float high) {
+    return fmaf(low_score + high_score, 0.0f, low + high);
+  }
+
   // P^T relative to the references as they stand; true, in all threads, if one has been outgrown
   // and nothing was added to the sums.
   __device__ __forceinline__ bool fast_softmax(const float (&scores)[kScores],
@@ -483,7 +491,7 @@ class NarrowCompute {
       probabilities[low] = exp2_approximate(fmaf(scores[low], params_.scale_log2, -reference_[i]));
       probabilities[high] =
           exp2_approximate(fmaf(scores[high], params_.scale_log2, -reference_[i]));
-      tile_sum[i] = probabilities[low] + probabilities[high];
+      tile_sum[i] = sum_of(scores[low], scores[high], probabilities[low], probabilities[high]);
       // Written so that NaN counts as outgrown.
       outgrown |= !(tile_sum[i] <= kOutgrownSum<Element>);
     }
@@ -508,8 +516,8 @@ class NarrowCompute {
       for (int i = 0; i < kHeads; ++i) {
         const int low = i / 2 * 4 + i % 2, high = low + 2;
         const std::int32_t visible = visible_of(tile, column(i));
-        if (token >= visible) scores[low] = -kInfinity;
-        if (token + 8 >= visible) scores[high] = -kInfinity;
+        if (token >= visible) scores[low] = kUnseen;
+        if (token + 8 >= visible) scores[high] = kUnseen;
       }
     }
     float maximum[kHeads];
@@ -536,7 +544,8 @@ class NarrowCompute {
       reference_[i] = maximum[i];
       probabilities[low] = exp2_approximate(scores[low] - maximum[i]);
       probabilities[high] = exp2_approximate(scores[high] - maximum[i]);
-      sum_[i] = sum_[i] * scale + probabilities[low] + probabilities[high];
+      sum_[i] = sum_[i] * scale +
+                sum_of(scores[low], scores[high], probabilities[low], probabilities[high]);
       // What the first tile is about to overwrite needs no scale.
       if (!is_first) scale_accumulators(i, scale);
     }
@@ -639,7 +648,7 @@ class NarrowCompute {
     synchronise();
 #pragma unroll
     for (int i = 0; i < kHeads; ++i) scale_accumulators(i, shared_.factor[column(i)]);
-    stage_rows<Element>([&](int query_row, int slice) {
+    stage_rows<pack_finite<Element>>([&](int query_row, int slice) {
       return staged(query_row, slice * 8 + 2 * warp_ + lane_ / 8 % 2);
     });
     synchronise();
@@ -674,7 +683,7 @@ class NarrowCompute {
       scale[i] = partial_scale(largest);
       scale_accumulators(i, inverse_partial_scale(scale[i]));
     }
-    stage_rows<__half>([&](int query_row, int slice) {
+    stage_rows<pack<__half>>([&](int query_row, int slice) {
       return staged_share(query_row, slice * 2 + lane_ / 8 % 2);
     });
     ptx::mbarrier_wait(ptx::shared_address(&shared_.opened), 0);
@@ -718,8 +727,10 @@ class NarrowCompute {
     for (int warp = 0; warp < Traits::kComputeWarps; ++warp) {
       sum += shared_.reduction[query_row][warp];
     }
+    sum = sum_to_trust(shared_.reference[query_row], sum);
     shared_.factor[query_row] = inverse_sum(sum);
     if (query_row >= query_rows()) return;
+    if (is_lost(sum)) shared_.is_lost[query_row] = true;
     *lse_at(params_.shape, row, query_at(query_row)) =
         natural_lse(shared_.reference[query_row], sum);
   }
@@ -740,7 +751,7 @@ class NarrowCompute {
 
   // The accumulators over the queries, as rows of 2-byte elements. address(query row, slice): where
   // the lane's 16 bytes of them go.
-  template <class Stored, class Address>
+  template <auto kPack, class Address>
   __device__ __forceinline__ void stage_rows(const Address& address) const {
     const int query_row = lane_ / 16 * 8 + lane_ % 8;
 #pragma unroll
@@ -748,9 +759,8 @@ class NarrowCompute {
 #pragma unroll
       for (int group = 0; group < Traits::kQueryRows / 16; ++group) {
         const float* a = accumulators_[slice] + 8 * group;
-        ptx::store_matrices_transposed(address(query_row + 16 * group, slice),
-                                       pack<Stored>(a[0], a[1]), pack<Stored>(a[2], a[3]),
-                                       pack<Stored>(a[4], a[5]), pack<Stored>(a[6], a[7]));
+        ptx::store_matrices_transposed(address(query_row + 16 * group, slice), kPack(a[0], a[1]),
+                                       kPack(a[2], a[3]), kPack(a[4], a[5]), kPack(a[6], a[7]));
       }
     }
   }
@@ -784,6 +794,16 @@ class NarrowCompute {
 };
 
 template <class Traits, class Place>
+__device__ void redo_lost_rows_of_block(const DecodeParams& params) {
+  const std::int32_t first = Place::first_query_row();
+  const std::int32_t end = first + query_rows_of_block<Traits, Place>(params.shape);
+  for (std::int32_t part = Place::part(); part < params.shape.num_parts; part += Place::step()) {
+    redo_lost_rows<typename Traits::Element>(params, params.shape, part, Place::kv_head(), first,
+                                             end, threadIdx.x / 32, Traits::kComputeWarps);
+  }
+}
+
+template <class Traits, class Place>
 __global__ void __maxnreg__(Traits::kRegisters)
     narrow_kernel(const __grid_constant__ DecodeParams params) {
   extern __shared__ __align__(1024) std::uint8_t shared_bytes[];
@@ -799,12 +819,16 @@ __global__ void __maxnreg__(Traits::kRegisters)
     ptx::mbarrier_init(ptx::shared_address(&shared.opened), 1);
     ptx::fence_mbarrier_init();
   }
+  if (threadIdx.x < Traits::kQueryRows) shared.is_lost[threadIdx.x] = false;
   __syncthreads();
   const int warp = threadIdx.x / 32;
   if (warp < Traits::kLoadWarp) {
     if constexpr (Traits::kGivesRegisters) ptx::take_registers<Traits::kComputeRegisters>();
     ptx::wait_for_previous_grid();
     NarrowCompute<Traits, Place>(params, shared).run();
+    if (__any_sync(~0u, shared.is_lost[threadIdx.x % Traits::kQueryRows])) {
+      redo_lost_rows_of_block<Traits, Place>(params);
+    }
     return;
   }
   if constexpr (Traits::kGivesRegisters) ptx::give_registers<Traits::kOtherRegisters>();

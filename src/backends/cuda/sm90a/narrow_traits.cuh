@@ -64,6 +64,7 @@ struct NarrowShared {  // at a multiple of 1024 bytes
   std::uint64_t guessed;  // the scout has written `guess`
   std::uint64_t opened;   // the scout has marked where results go
   TileGuess guess;
+  bool is_lost[Traits::kQueryRows];  // of a row that is whole
 };
 
 // Of 228 KB a multiprocessor; what is left holds blocks of the combine.

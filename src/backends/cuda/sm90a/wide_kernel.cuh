@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "backends/cuda/common/float64_decode.cuh"
 #include "backends/cuda/common/numeric.cuh"
 #include "backends/cuda/common/prefetch.cuh"
 #include "backends/cuda/common/walk.cuh"
@@ -254,8 +255,8 @@ class ScoreRole {
   __device__ __forceinline__ std::int32_t visible_of(const Entry& entry, int tile_row) const {
     const std::int32_t query_row =
         min(Place::first_query_row() + tile_row, params_.shape.query_rows - 1);
-    return visible_tokens(params_, entry.row, params_.shape.heads_per_kv_head.quotient(query_row),
-                          entry.length);
+    return visible_tokens(params_, params_.shape, entry.row,
+                          params_.shape.heads_per_kv_head.quotient(query_row), entry.length);
   }
 
   // Takes the queries out of the stage: kRegisterSteps into registers, the rest into the tail.
@@ -408,14 +409,16 @@ class ScoreRole {
     if (raises) raise_references(scores, largest, stage, is_first);
 #pragma unroll
     for (int i = 0; i < kScores / 2; ++i) {
+      const float both = scores[2 * i] + scores[2 * i + 1];
       const float low = exp2_approximate(scores[2 * i]), high = exp2_approximate(scores[2 * i + 1]);
-      sum_[i % 2] += low + high;
+      // NaN where a score is infinite.
+      sum_[i % 2] += fmaf(both, 0.0f, low + high);
       packed[i] = pack<Element>(low, high);
     }
     if (threadIdx.x % 32 == 0) shared_.rescale[stage][warp()] = raises && !is_first;
   }
 
-  // Exponents of tokens that their query rows do not see become -infinity.
+  // Exponents of tokens that their query rows do not see.
   __device__ __forceinline__ void mask_unseen(float (&exponents)[kScores], int stage) const {
     const Entry& entry = shared_.entries[stage];
 #pragma unroll
@@ -425,8 +428,8 @@ class ScoreRole {
                                 entry.block * Traits::kTileTokens - lane() % 4 * 2;
 #pragma unroll
       for (int i = 0; i < kScores / 4; ++i) {
-        if (8 * i >= seen) exponents[4 * i + 2 * row] = -kInfinity;
-        if (8 * i + 1 >= seen) exponents[4 * i + 2 * row + 1] = -kInfinity;
+        if (8 * i >= seen) exponents[4 * i + 2 * row] = kUnseen;
+        if (8 * i + 1 >= seen) exponents[4 * i + 2 * row + 1] = kUnseen;
       }
     }
   }
@@ -442,7 +445,7 @@ class ScoreRole {
       float rise = fmaxf(largest[row], __shfl_xor_sync(~0u, largest[row], 1));
       rise = fmaxf(rise, __shfl_xor_sync(~0u, rise, 2)) + kHeadroom<Element>;
       // A query row that sees nothing of the first tile keeps its zero.
-      if (!is_first || rise == -kInfinity) rise = fmaxf(rise, 0.0f);
+      if (!is_first || rise <= kUnseen) rise = fmaxf(rise, 0.0f);
       // Of scores so large that the headroom is lost in rounding, what is left of it.
       const float raised = reference_[row] + rise;
       rise = raised - reference_[row];
@@ -478,6 +481,7 @@ class ScoreRole {
       sum += __shfl_xor_sync(~0u, sum, 1);
       sum += __shfl_xor_sync(~0u, sum, 2);
       if (lane() % 4 != 0) continue;
+      sum = sum_to_trust(reference_[half], sum);
       shared_.scales[stage][tile_row() + 8 * half] = inverse_sum(sum);
       const std::int32_t query_row = Place::first_query_row() + tile_row() + 8 * half;
       if (query_row >= params_.shape.query_rows) continue;
@@ -643,15 +647,15 @@ class ValueRole {
 
   // Puts the accumulators into a quarter of this warpgroup's slices as a box of 2-byte elements:
   // kStoredSlices slices of kStoredRows rows, the warp's.
-  template <class Stored>
+  template <auto kPack>
   __device__ __forceinline__ void stage_rows(std::uint32_t base) const {
 #pragma unroll
     for (int i = 0; i < kAccumulators / 8; ++i) {
       const float* a = accumulators_ + 8 * i;
       ptx::store_matrices(base + i / 4 * kStoredSliceBytes +
                               mma::chunk_offset(lane() % 16, i % 4 * 2 + lane() / 16),
-                          pack<Stored>(a[0], a[1]), pack<Stored>(a[2], a[3]),
-                          pack<Stored>(a[4], a[5]), pack<Stored>(a[6], a[7]));
+                          kPack(a[0], a[1]), kPack(a[2], a[3]), kPack(a[4], a[5]),
+                          kPack(a[6], a[7]));
     }
     // The copy engine reads the box, and later writes here.
     ptx::fence_async_proxy();
@@ -660,8 +664,13 @@ class ValueRole {
 
   __device__ __forceinline__ void write_rows(std::int32_t row, int stage) {
     const std::uint32_t base = own_box(stage);
-    scale_accumulators(stage);
-    stage_rows<Element>(base);
+    const float upper = shared_.scales[stage][tile_row()];
+    const float lower = shared_.scales[stage][tile_row() + 8];
+    if (__any_sync(~0u, is_lost(upper) || is_lost(lower)) && lane() == 0) {
+      shared_.has_lost[thread() / 32 - Traits::kWarpgroupWarps] = true;
+    }
+    scale_accumulators(upper, lower);
+    stage_rows<pack_finite<Element>>(base);
     const std::int32_t first = Place::first_query_row() + kStoredRows * warp();
     if (params_.out_has_map) {
       if (lane() == 0) {
@@ -708,7 +717,7 @@ class ValueRole {
       }
     }
     scale_accumulators(factor[0], factor[1]);
-    stage_rows<__half>(base);
+    stage_rows<pack<__half>>(base);
     if (lane() == 0) {
       ptx::store_box(params_.partial_map, base, 0, Place::first_query_row() + kStoredRows * warp(),
                      warpgroup() * kStoredSlices, Place::kv_head(), slot);
@@ -754,6 +763,7 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     }
     ptx::fence_mbarrier_init();
   }
+  if (threadIdx.x < Traits::kValueWarps) shared.has_lost[threadIdx.x] = false;
   if (threadIdx.x / 32 == Traits::kThreads / 32 - 1) {
     prefetch_walk(params, WidePlace<Traits>::part());
   }
@@ -770,6 +780,17 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ptx::give_registers<Traits::kValueRegisters>();
     ValueRole<Traits>(params, shared).run();
   }
+  __syncthreads();
+  if (!__any_sync(~0u, shared.has_lost[threadIdx.x % Traits::kValueWarps])) return;
+  // Results that the copy engine still writes would take the place of what follows.
+  ptx::wait_for_stores();
+  __syncthreads();
+  using Place = WidePlace<Traits>;
+  const std::int32_t first = Place::first_query_row();
+  redo_lost_rows<typename Traits::Element>(params, params.shape, Place::part(), Place::kv_head(),
+                                           first,
+                                           min(first + Traits::kTileRows, params.shape.query_rows),
+                                           threadIdx.x / 32, Traits::kThreads / 32);
 }
 
 }  // namespace flashmla::cuda::sm90a

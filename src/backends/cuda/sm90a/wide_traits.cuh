@@ -29,6 +29,7 @@ struct WideTraits {
   static constexpr int kWarpgroupThreads = 128;
   static constexpr int kWarpgroupWarps = 4;
   static constexpr int kValueWarpgroups = 2;
+  static constexpr int kValueWarps = kValueWarpgroups * kWarpgroupWarps;
   static constexpr int kThreads = (1 + kValueWarpgroups) * kWarpgroupThreads;
   static constexpr int kScoreRegisters = 184;
   static constexpr int kValueRegisters = 160;
@@ -50,7 +51,7 @@ struct WideTraits {
   // A lane of each score warp says that P is written or the gate open; a lane of each value warp,
   // that it has let go of a stage.
   static constexpr int kScoreArrivals = kWarpgroupWarps * ptx::kArrivingLanes;
-  static constexpr int kValueArrivals = kValueWarpgroups * kWarpgroupWarps * ptx::kArrivingLanes;
+  static constexpr int kValueArrivals = kValueWarps * ptx::kArrivingLanes;
 
   static_assert(kHeadDim == 576 || kHeadDim == 512);
   static_assert(kTailSteps >= 1 && kTailSteps <= 5);
@@ -71,6 +72,7 @@ struct WideShared {  // at a multiple of 1024 bytes
   // Otherwise: the inverse sum of the row that has just ended.
   float scales[Traits::kStages][Traits::kTileRows];
   bool rescale[Traits::kStages][Traits::kWarpgroupWarps];  // by 16 query rows
+  bool has_lost[Traits::kValueWarps];  // of a row that is whole, a query row: see is_lost()
   Entry entries[Traits::kStages];
   EntryWalk walk;
   Entry next;                                            // what will be loaded when a stage is free
