@@ -93,6 +93,7 @@ class Loader {
       return;
     }
     block_ = kNoTile;
+    __syncwarp();  // all have read `next`
     if (lane() == 0) {
       Entry entry = next_entry(shared_.walk, params_.shape);
       if (entry.kind == Entry::kQuery) skip_tiles(shared_.walk, params_.shape);
@@ -543,6 +544,20 @@ class ValueRole {
     }
   }
 
+  // After run(): of the whole rows, the warp's 16 query rows that are lost, in all columns.
+  __device__ __forceinline__ void redo_lost() {
+    __syncwarp();
+    if (!shared_.has_lost[value_warp()]) return;
+    // The two warps that have these query rows know it both. What the copy engine still stores of
+    // either would take the place of what follows.
+    ptx::wait_for_stores();
+    ptx::named_barrier_sync(Traits::kLostRows + warp(), 2 * 32);
+    if (warpgroup() > 0) return;
+    const std::int32_t first = Place::first_query_row() + kStoredRows * warp();
+    redo_lost_rows<Element>(params_, params_.shape, Place::part(), Place::kv_head(), first,
+                            min(first + kStoredRows, params_.shape.query_rows), 0, 1);
+  }
+
  private:
   static __device__ __forceinline__ std::uint32_t address(const std::uint64_t& barrier) {
     return ptx::shared_address(&barrier);
@@ -556,6 +571,9 @@ class ValueRole {
   }
   static __device__ __forceinline__ int warpgroup() {
     return static_cast<int>(thread() / Traits::kWarpgroupThreads) - 1;
+  }
+  static __device__ __forceinline__ unsigned value_warp() {
+    return thread() / 32 - Traits::kWarpgroupWarps;
   }
   static __device__ __forceinline__ bool is_loader() {
     return thread() / 32 == Traits::kValueWarpgroups * Traits::kWarpgroupWarps;
@@ -667,7 +685,7 @@ class ValueRole {
     const float upper = shared_.scales[stage][tile_row()];
     const float lower = shared_.scales[stage][tile_row() + 8];
     if (__any_sync(~0u, is_lost(upper) || is_lost(lower)) && lane() == 0) {
-      shared_.has_lost[thread() / 32 - Traits::kWarpgroupWarps] = true;
+      shared_.has_lost[value_warp()] = true;
     }
     scale_accumulators(upper, lower);
     stage_rows<pack_finite<Element>>(base);
@@ -778,19 +796,10 @@ __global__ void __launch_bounds__(Traits::kThreads, 1)
     ScoreRole<Traits>(params, shared).run();
   } else {
     ptx::give_registers<Traits::kValueRegisters>();
-    ValueRole<Traits>(params, shared).run();
+    ValueRole<Traits> role(params, shared);
+    role.run();
+    role.redo_lost();
   }
-  __syncthreads();
-  if (!__any_sync(~0u, shared.has_lost[threadIdx.x % Traits::kValueWarps])) return;
-  // Results that the copy engine still writes would take the place of what follows.
-  ptx::wait_for_stores();
-  __syncthreads();
-  using Place = WidePlace<Traits>;
-  const std::int32_t first = Place::first_query_row();
-  redo_lost_rows<typename Traits::Element>(params, params.shape, Place::part(), Place::kv_head(),
-                                           first,
-                                           min(first + Traits::kTileRows, params.shape.query_rows),
-                                           threadIdx.x / 32, Traits::kThreads / 32);
 }
 
 }  // namespace flashmla::cuda::sm90a

@@ -46,7 +46,8 @@ struct WideTraits {
   static constexpr int kStageBytes = (kProbabilitySlice + 1) * kSliceBytes;
   static constexpr int kTailStepBytes = kTileRows * 32;
 
-  enum NamedBarrier { kScoreWarpgroup = 1 };  // 0 is __syncthreads
+  // 0 is __syncthreads. kLostRows and the three after it: the value warps of 16 query rows.
+  enum NamedBarrier { kScoreWarpgroup = 1, kLostRows = 2 };
 
   // A lane of each score warp says that P is written or the gate open; a lane of each value warp,
   // that it has let go of a stage.
