@@ -11,8 +11,8 @@
 
 namespace flashmla::cuda {
 
-// Whether this sum of probabilities is one that overflowed, or of scores all so low that they
-// became -infinity. Also of no token at all: decode_in_float64() tells.
+// Whether a sum of probabilities, or its inverse, is that of scores that overflowed, be it all of
+// them to -infinity. Also that of no token at all, or of a NaN: decode_in_float64() tells.
 __device__ __forceinline__ bool is_lost(float sum) {
   return !(sum > 0.0f && sum < kInfinity);
 }
