@@ -52,8 +52,9 @@ endforeach()
 set(prefix "${WORK}/prefix that stays")
 install_with("${WORK}/the libraries" include "${prefix}")
 check("${WORK}/the libraries" include "${prefix}")
-install_with(lib "${WORK}/the headers" "${prefix}")
-check(lib "${WORK}/the headers" "${prefix}")
+# In the prefix: CMake refuses headers in the source folder, where the build may lie, but for there.
+install_with(lib "${prefix}/the headers" "${prefix}")
+check(lib "${prefix}/the headers" "${prefix}")
 
 build_example(cpp shards "${prefix}" lib)
 pkg_config_flags(flags "${prefix}" lib --cflags --libs)
