@@ -56,20 +56,21 @@ def _fill(tensors: dict[str, torch.Tensor], **sizes: int) -> dict[str, int]:
 
 def _views(tensors: dict[str, torch.Tensor], sizes: dict[str, int]) -> dict[str, _library.Tensor]:
     """The tensors as the library is shown them, with torch's numbers of dtypes."""
-    storages: list[int] = []
+    storages: list[int | str] = []
     views = {}
     for name, tensor in tensors.items():
-        storage = tensor.untyped_storage()._cdata
-        if storage not in storages:
-            storages.append(storage)
         words = (*_DIMENSIONS[name], *[""] * tensor.dim())
         shape = [
             sizes.get(word, 1) if _known(size) is None else _known(size)
             for word, size in zip(words, tensor.shape, strict=False)
         ]
         placing = [_known(step) for step in (*tensor.stride(), tensor.storage_offset())]
-        if None in placing:  # then anywhere, without gaps
+        storage = tensor.untyped_storage()._cdata
+        if None in placing:  # then without gaps and apart from the others, as it may be
             placing = [*(math.prod(shape[dim + 1 :]) for dim in range(len(shape))), 0]
+            storage = name
+        if storage not in storages:
+            storages.append(storage)
         *strides, offset = placing
         begin = (1 + storages.index(storage)) << _STORAGE_BITS
         address = begin + offset * tensor.dtype.itemsize

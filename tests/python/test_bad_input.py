@@ -422,6 +422,28 @@ def test_sizes_that_only_the_run_tells_are_left_to_it():
         call(q, k_cache, 512, lengths, table, None, True, plan[0], plan[1].new_empty(4))
 
 
+def test_pieces_of_one_buffer_that_begin_where_only_the_run_tells():
+    environment = ShapeEnv()
+    with FakeTensorMode(shape_env=environment):
+        batch = environment.create_unbacked_symint()
+        buffer = torch.empty(2**20)
+        sizes = [batch * heads for heads in (4 * 576, 4 * 512, 4)]
+        ends = [sizes[0], sizes[0] + sizes[1], sizes[0] + sizes[1] + sizes[2]]
+        q = buffer[: ends[0]].view(batch, 1, 4, 576)
+        out = buffer[ends[0] : ends[1]].view(batch, 1, 4, 512)
+        lse = buffer[ends[1] : ends[2]].view(batch, 4, 1)
+        k_cache = torch.empty(8, 64, 1, 576)
+        table, lengths = (
+            torch.empty(*shape, dtype=torch.int32) for shape in ((batch, 4), (batch,))
+        )
+        plan = torch.ops.flashmla.get_mla_metadata(lengths, 4, 1)
+        shared = (q, k_cache, 512, lengths, table, None, True, *plan, None, -1)
+        torch.ops.flashmla.decode_out(*shared, out, lse)
+        # What is known to lie in one place is refused.
+        with pytest.raises(RuntimeError, match="out shares memory with q"):
+            torch.ops.flashmla.decode_out(*shared, q[..., :512], lse)
+
+
 @WITHOUT_CONTENTS
 @pytest.mark.parametrize(
     "given",
