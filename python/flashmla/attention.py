@@ -119,8 +119,8 @@ def flash_mla_with_kvcache(
             cached tokens each query sees. Non-decreasing along seq_len_q, at most the row's length.
         out: optional preallocated result, any strides but the last.
         softmax_lse: optional preallocated result, any strides. Neither shares memory with another
-            tensor of the call. Outside torch.inference_mode() autograd is told that they change,
-            which takes some ten microseconds.
+            tensor of the call. Unless all of these are made in torch.inference_mode(), autograd is
+            told that the results change, which takes some ten microseconds.
 
         q, k_cache and block_table may be strided (the last dimension of q and k_cache contiguous;
         on a GPU the addresses and other strides of these two are multiples of 16 bytes).
