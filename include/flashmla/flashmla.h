@@ -65,10 +65,10 @@ typedef struct flashmla_tensor {
 } flashmla_tensor;
 
 /* Threads for CPU work. parallel_for must call body(body_data, i) once for each i in [0, count),
- * in any order, on any threads, and return when all calls have returned. An exception of it ends
- * the call in FLASHMLA_INTERNAL, when it may have written some of its results. Without an executor
- * OpenMP's threads work. Those of GNU's runtime do not live on in a child of fork(), which must
- * bring an executor once its parent has used them. */
+ * in any order, on any threads, and return when all calls have returned. An exception of it, which
+ * also waits for the calls that it made, ends the call in FLASHMLA_INTERNAL, when it may have
+ * written some of its results. Without an executor OpenMP's threads work. Those of GNU's runtime do
+ * not live on in a child of fork(), which must bring an executor once its parent has used them. */
 typedef struct flashmla_executor {
   size_t struct_size;
   void* context;       /* handed to parallel_for */

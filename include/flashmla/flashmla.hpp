@@ -126,8 +126,8 @@ TensorView view(Values&& values, Shape shape, Shape strides = {}) {
 // --- Threads -------------------------------------------------------------------------------------
 
 // An executor over a callable (std::int64_t count, body), which must call body(i) once for each i
-// in [0, count), at most num_threads at a time, and return when all have. Neither it nor body may
-// throw. The callable must outlive the executor.
+// in [0, count), at most num_threads at a time, and return when all have; body throws nothing. What
+// the callable throws ends the call as flashmla_executor says. It must outlive the executor.
 template <class ParallelFor>
 flashmla_executor make_executor(const ParallelFor& parallel_for, std::int32_t num_threads) {
   flashmla_executor executor{};
