@@ -223,10 +223,12 @@ class Decode {
     // Infinities and NaN stay what they are.
     const std::int32_t n = largest == 128 ? 0 : std::max(0, largest + kQueryMargin);
     exponent += n;
-    // What the scale does not hold is another factor, and makes the row a guarded one.
-    const std::int32_t into_scale = std::min(exponent, 127);
-    const float first = static_cast<float>(mantissa) * exp2_of(into_scale / 2) *
-                        exp2_of(into_scale - into_scale / 2);
+    // What the scale does not hold is another factor, and makes the row a guarded one. The scale
+    // takes all that it can, so that what both do not hold makes any score the largest number. A
+    // mantissa that rounds to 1 would make it infinite.
+    const std::int32_t into_scale = std::min(exponent, 128);
+    const float first = std::min(static_cast<float>(mantissa), 0x1.fffffep-1f) *
+                        exp2_of(into_scale / 2) * exp2_of(into_scale - into_scale / 2);
     scratch_.scales[row] = guarded_ ? 1.0f : first;
     scratch_.guarded_scales[0][row] = first;
     scratch_.guarded_scales[1][row] = exp2_of(exponent - into_scale);
