@@ -3,6 +3,7 @@
 #include <gtest/gtest.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cmath>
 #include <cstddef>
 #include <cstdint>
@@ -87,7 +88,11 @@ TEST(Reload, LeavesNeitherThreadsNorMemoryBehind) {
     std::thread(use_library).join();
     if (cycle == 5) threads = count_threads(), mappings = count_mappings();
   }
-  EXPECT_EQ(count_threads(), threads);
+  // A thread is listed for a moment after others see its end.
+  for (int i = 0; i < 5000 && count_threads() > threads; ++i) {
+    std::this_thread::sleep_for(std::chrono::milliseconds(1));
+  }
+  EXPECT_LE(count_threads(), threads);
   // The allocator may map another piece of its own.
   EXPECT_LE(count_mappings(), mappings + 4);
 }
